@@ -30,12 +30,12 @@ from tests.runs.processes import Programs
 
 LOAD_ANEW = (
     *("test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
-    *("test_proxied", "test_membership", "test_flower", "test_forty_sites", "test_deployed", "test_deployed_images"),
+    *("test_proxied", "test_membership", "test_flower", "test_deployed", "test_deployed_images"),
 )
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
 server in this process gives up the weights of its own."""
 COMPUTE_ANEW = (
-    *("test_same_bits", "test_adapted_blocks", "test_data_read_once", "test_descent", "test_image_workers"),
+    *("test_same_bits", "test_adapted_blocks", "test_data_read_once", "test_descent"),
     *("test_jobs", "test_ray", "test_workers", *LOAD_ANEW),
 )
 """Modules about how the work of clients is computed: by workers, from a cache, in what precision, twice alike."""

@@ -1,15 +1,16 @@
 """One config, simulated and served across real processes on loopback."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.methods.registry import METHODS
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.finished import FinishedRuns
@@ -17,6 +18,11 @@ from tests.runs.processes import Program, Programs
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
 """The clients of the simulation, and the devices that it deals out to them."""
+
+
+def sorted_ledger(folder: Path) -> list[str]:
+    """The rows of a ledger, in an order that does not depend on who was first."""
+    return sorted(map(str, read_rows(RunFolder(folder).ledger)))
 
 
 def adapters(folder: Path) -> dict[str, str]:
@@ -40,7 +46,12 @@ class Federation:
     @cached_property
     def simulated(self) -> Path:
         """The folder of the same federation in one process, which is given the sites' secrets once they have them."""
-        return self._finished(self.with_secrets(self._config)).folder
+        return self.simulate()
+
+    def simulate(self, **changes: object) -> Path:
+        """The folder of a simulation that draws from the sites' secrets, with these settings changed."""
+        values = {key: str(value) for key, value in changes.items()}
+        return self._finished(with_values(self.with_secrets(self._config), values)).folder
 
     def with_secrets(self, config: Config) -> Config:
         """The config of a simulation that draws from the secrets which these sites have made."""
@@ -100,12 +111,18 @@ class Federation:
         assert "resumed after round" in last.end()
         return number
 
-    def complete(self) -> None:
-        """Server and sites from their start to their end, with nothing in between."""
+    def complete(self, *more: str, own: Mapping[str, Sequence[str]] | None = None) -> tuple[str, list[str]]:
+        """What the server and the sites said from start to end; sites get the words `more`, and some `own` ones."""
         server, port = self.serve()
-        for site in [self.join(name, port) for name in self.sites]:
-            site.end()
-        server.end()
+        sites = [self.join(name, port, *more, *(own or {}).get(name, ())) for name in self.sites]
+        said = [site.end() for site in sites]
+        return server.end(), said
+
+    @property
+    def own_adapters(self) -> dict[str, str]:
+        """The digests of the adapters at the sites that have one."""
+        files = {path.parent.name: path for path in sorted(self.folder.glob("*-adapter/adapter_model.safetensors"))}
+        return {name.removesuffix("-adapter"): digest(read_tensors(path)) for name, path in files.items()}
 
     @property
     def served(self) -> RunFolder:
@@ -113,6 +130,8 @@ class Federation:
 
     def is_as_simulated(self) -> None:
         assert adapters(self.served.path) == adapters(self.simulated)
-        for name in self.sites:
-            own = read_tensors(self.folder / f"{name}-adapter" / "adapter_model.safetensors")
-            assert digest(own) == adapters(self.simulated)[name]
+        assert self.own_adapters == adapters(self.simulated)
+
+
+Federations = Callable[..., Federation]
+"""Makes a federation of sites by their devices; keywords set single settings by their flat names."""

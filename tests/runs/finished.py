@@ -2,7 +2,7 @@
 
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +11,9 @@ from atlas_fl.config import Config, run_folder, to_toml, with_values
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning import ranks_and_cuts
 from atlas_fl.storage.jsonl import read_json, write_json
+
+Make = Callable[..., Config]
+"""Makes a config; keywords set single settings by their flat names."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import atlas_fl
@@ -85,22 +85,22 @@ class Programs:
         self._zygote.stdout.close()
 
 
-class Program:
-    """One of them."""
+class Watched:
+    """A process, watched by what it says."""
 
-    def __init__(self, words: Sequence[str], out: Path, programs: Programs) -> None:
-        self.words, self.lines, self.pid = tuple(words), list[str](), 0
-        self._out, self._programs = out, programs
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.lines = tuple(words), list[str]()
         self._changed, self._ended = threading.Condition(), False
-        self._reader = threading.Thread(target=self._read, daemon=True)
+
+    def _watch(self, lines: Iterable[str]) -> None:
+        self._reader = threading.Thread(target=self._read, args=[lines], daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        with self._out.open() as lines:
-            for line in lines:
-                with self._changed:
-                    self.lines.append(line.rstrip("\n"))
-                    self._changed.notify_all()
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -120,6 +120,19 @@ class Program:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+
+class Program(Watched):
+    """A program that was forked, which writes into a FIFO."""
+
+    def __init__(self, words: Sequence[str], out: Path, programs: Programs) -> None:
+        super().__init__(words)
+        self.pid, self._out, self._programs = 0, out, programs
+        self._watch(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        with self._out.open() as lines:
+            yield from lines
 
     @property
     def ended(self) -> bool:

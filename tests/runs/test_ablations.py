@@ -1,21 +1,19 @@
 """Ablations of single phases, federations of other sizes, and reference runs that other descriptions compare with."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import atlas_fl
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, parse_over, run_all
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.storage.jsonl import read_json
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 
-Make = Callable[..., Config]
 SMALL = {"samples": 16, "rounds": 1, "audit": False, "eta": 0.4}
 
 
@@ -44,10 +42,8 @@ def test_clusters_ranks_and_cuts_are_switched_off_one_by_one(config: Make) -> No
 
 @pytest.mark.slow
 def test_without_the_laplacian_clusters_and_ranks_stay_and_models_are_averages(config: Make) -> None:
-    whole, without = (
-        run_config(config(**SMALL, strategy=strategy, name=strategy))
-        for strategy in ("atlas_laplacian", "atlas_no_laplacian")
-    )
+    strategies = ("atlas_laplacian", "atlas_no_laplacian")
+    whole, without = (run_config(config(**SMALL, strategy=name, name=name)) for name in strategies)
     plans = [read_json(run.folder / "plan.json")["clients"] for run in (whole, without)]
     assert [(one["cluster"], one["ranks"]) for one in plans[0]] == [(one["cluster"], one["ranks"]) for one in plans[1]]
     assert [has_one_head(run.folder) for run in (whole, without)] == [False, True]

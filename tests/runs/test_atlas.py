@@ -1,24 +1,20 @@
 """The default strategy: clusters predicted by clusters until it has measured, kriging from then on, over cuts too."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, MixingConfig, with_values
-from atlas_fl.config.validation import validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
-from tests.runs.reading import rows, same_tensors
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 ATLAS = {"strategy": "atlas", "measure_round": 2}
 
 
@@ -26,19 +22,18 @@ def starts(folder: Path, round: int) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / f"audit/round-{round:04}/start.safetensors"))
 
 
-def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: MakeConfig) -> None:
+def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: Make) -> None:
     result = run_config(config(**ATLAS))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
     for round in (1, 2):
         assert same_tensors(starts(result.folder, round), starts(clustered, round))
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
     told = [row["variance_over_noise"] for one in result.summary["sharing"].values() for row in one.values()]
     assert max(told) < 1, "the reason that a run gives"
 
 
 @pytest.mark.slow
-def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: MakeConfig, tmp_path: Path) -> None:
+def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: Make, tmp_path: Path) -> None:
     """Two tasks of the same texts, one of them under other names of its labels."""
     places = [
         f"text,label\n{rows_of('good' if name == 'a' else 'yes', 'bad' if name == 'a' else 'no')}" for name in "ab"
@@ -54,8 +49,7 @@ def test_clusters_that_are_after_the_same_share_before_they_are_measured(config:
     adapters = [key for key in mine if "lora" in key]
     assert not all(torch.equal(mine[key], apart[key]) for key in adapters)
     assert all(torch.equal(mine[key], apart[key]) for key in mine.keys() - adapters), "heads stay inside their task"
-    report = audit_run(folder)
-    assert report.ok, report.failures
+    passing_audit(folder)
 
 
 def rows_of(first: str, second: str) -> str:
@@ -66,16 +60,8 @@ def rows_of(first: str, second: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
-    config: MakeConfig,
-) -> None:
-    forced = {
-        "tasks": ("sms", "movie"),
-        "clients_per_task": 4,
-        "flipped_clients": 0.5,
-        "local_epochs": 4,
-        "lr": 0.02,
-    }
+def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(config: Make) -> None:
+    forced = {"tasks": ("sms", "movie"), "clients_per_task": 4, "flipped_clients": 0.5, "local_epochs": 4, "lr": 0.02}
     result = run_config(config(**ATLAS, **forced))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **forced)).folder
     kriging = run_config(config(**{**ATLAS, "strategy": "kriging"}, within="clusters", name="kriging", **forced)).folder
@@ -88,12 +74,11 @@ def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
     )
     told = {client: row["adapters"]["variance_over_noise"] for client, row in sharing.items()}
     assert told["movie-0"] == told["movie-3"] != told["sms-0"] == told["sms-3"], "of its cluster, not over all"
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
 
 
 def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_the_bit_and_heads_are_not(
-    config: MakeConfig,
+    config: Make,
 ) -> None:
     """Reviews, in which a model that has read nothing finds nothing: what tells clients apart is noise."""
     settings = {"tasks": ("movie",), "clients_per_task": 4, "clusters": "4"}
@@ -107,12 +92,11 @@ def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_
     assert all(torch.equal(mine[key], predicted[key]) for key in mine.keys() - adapters), "each is a cluster of its own"
     assert not all(torch.equal(mine[key], of_all[key]) for key in mine.keys() - adapters)
     assert all(row["adapters"]["variance_over_noise"] < 1 for row in result.summary["sharing"].values())
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
 
 
 @pytest.mark.slow
-def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
+def test_a_cut_client_is_measured_through_its_cut(config: Make) -> None:
     whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
     assert same_tensors(starts(whole, 2), starts(cut, 2)), "where a model is cut changes nothing of it"
     came_back = dict.fromkeys((0, 1, 2), 0)
@@ -122,8 +106,11 @@ def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
     assert came_back[2] == pytest.approx(3 * came_back[1], rel=0.02), (
         "it trains on all of its examples and twice on a half"
     )
-    report = audit_run(cut)
-    assert report.ok, report.failures
+    passing_audit(cut)
+
+
+def test_it_is_the_default() -> None:
+    assert MixingConfig().strategy == "atlas"
 
 
 @pytest.mark.parametrize(
@@ -138,38 +125,17 @@ def test_it_measures_after_a_third_of_a_run_that_is_too_short(
     assert strategy.first_measured_round == measured
 
 
-def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
+def test_a_short_run_is_measured_and_audited(config: Make) -> None:
     folder = run_config(config(strategy="atlas", rounds=2)).folder
     assert {row["round"] for row in rows(folder) if row.get("event") == "sharing measured"} == {1}
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
-def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> None:
+def test_who_is_better_alone_may_keep_its_own_at_the_end(config: Make) -> None:
     mixed, kept = (run_config(config(**ATLAS, keep=keep, name=keep)) for keep in ("mixed", "best"))
     losses = [
         {name: client["final"]["validation"]["loss"] for name, client in result.summary["clients"].items()}
         for result in (mixed, kept)
     ]
     assert all(losses[1][name] <= losses[0][name] for name in losses[0]) and losses[1] != losses[0]
-    assert audit_run(kept.folder).ok
-
-
-def test_it_is_the_default() -> None:
-    assert MixingConfig().strategy == "atlas"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"second_model": "proximal", "ranks": "8", "space": "factors"},
-            "and --second-model .* does not go with that so far; .* atlas_laplacian",
-        ),
-        ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
-    ],
-)
-def test_what_has_no_halves_to_compare_is_refused_with_what_to_take(
-    config: MakeConfig, values: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**ATLAS, **values}))
+    passing_audit(kept.folder)

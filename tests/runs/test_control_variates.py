@@ -1,28 +1,21 @@
-"""Runs whose gradients are corrected by those of the others: SCAFFOLD."""
-
-from collections.abc import Callable
+"""Runs whose gradients are corrected by those of the others, SCAFFOLD, or by the own changes, FedDyn."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}
 
 
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD)).folder
-    report = audit_run(folder)
-    assert report.ok
-    assert "corrected" in {row.check for row in report.rows}
+    passing_audit(folder, "corrected")
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
     # nobody is corrected in round one, and everyone tells its control in every round
     assert {row["round"] for row in sent if row["direction"] == "down"} == {2}
@@ -33,34 +26,14 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
     assert sum(int(str(row["bytes"])) for row in same) == pytest.approx(int(str(own["bytes"])), rel=0.1)
 
 
-def test_it_is_fedavg_in_round_one_and_no_longer_in_round_two(config: MakeConfig, finished: FinishedRuns) -> None:
-    plain = {"strategy": "fedavg", "space": "factors", "ranks": "4", "name": "fedavg"}
-    folders = [finished(config(**one)).folder for one in (SCAFFOLD, plain)]
-    for round, is_same in ((1, True), (2, False)):
-        first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
-        assert all((first[key] == second[key]).all() for key in first) == is_same
-
-
-def test_a_client_alone_trains_as_without_it(config: MakeConfig) -> None:
-    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
-    folders = [
-        run_config(config(**alone, strategy=strategy, name=strategy)).folder for strategy in ("scaffold", "fedavg")
-    ]
-    first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in folders)
-    assert all((first[key] == second[key]).all() for key in first)
-
-
-def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
+def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(folder)
     assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
     assert not (folder / "audit/round-0003/correction.safetensors").exists()
 
 
-def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_a_correction_in_a_personal_round(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
     name = "correction.safetensors"
     (folder / "audit/round-0003" / name).write_bytes((folder / "audit/round-0002" / name).read_bytes())
@@ -69,22 +42,18 @@ def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, fin
     assert "in a personal round" in failures[0].detail
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"ranks": "greedy"}, r"^--control-variates averages gradients of A and B, .* and one rank for all"),
-        ({"workers": 2}, r"^--control-variates has a second set of tensors beside the model"),
-        (
-            {"split": "movie-0=1"},
-            r"^--control-variates and --split movie-0=1 do not go together so far; leave --split movie-0=1 out, or take"
-            " another strategy than scaffold, which sets --control-variates$",
-        ),
-        ({"personal_models": True}, r"^--control-variates is for one shared model"),
-        ({"strategy": "local"}, r"^--control-variates corrects by the gradients of all, and --strategy local mixes"),
-        ({"strategy": "fedavg_cluster"}, r"^--control-variates .* --strategy fedavg_cluster mixes otherwise"),
-        ({"strategy": "fedavg", "share": ("A", "B")}, r"^--control-variates .* --share A B keeps some parameters"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**SCAFFOLD, "space": "factors", "control_variates": True, **values}))
+FEDDYN = {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1}
+
+
+def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make, finished: FinishedRuns) -> None:
+    folder = finished(config(**FEDDYN)).folder
+    passing_audit(folder, "corrected", "server", "mixed")
+    sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
+    assert {(row["round"], row["direction"]) for row in sent} == {(2, "down")}
+    first = load_file(folder / "audit/round-0000/start.safetensors")
+    trained = load_file(folder / "audit/round-0001/trained.safetensors")
+    correction = load_file(folder / "audit/round-0002/correction.safetensors")
+    changed = {key: trained[key] - first[key] for key in trained if key in first and key in correction}
+    assert changed and any(bool(change.any()) for change in changed.values())
+    for key, change in changed.items():
+        torch.testing.assert_close(correction[key], 0.1 * change, atol=1e-8, rtol=1e-4)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.data import cleaning, embedded, tables
 from atlas_fl.data.task import forget
@@ -17,9 +16,10 @@ from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.assembly import load_clients
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit
 from tests.runs.workers import in_threads
 
-Make = Callable[..., Config]
 ONCE = {"own.csv": 1, "own": 1, "question_labels.txt": 1, "trec": 1}
 """Files that were read, and tasks that were cut into splits."""
 
@@ -61,7 +61,7 @@ def test_a_run_its_resumption_its_audit_and_a_newcomer_read_data_once(make: Make
     folder = run_config(make(max_rounds=1)).folder
     assert reads == ONCE
     resume_run(folder)
-    assert audit_run(folder).ok
+    passing_audit(folder)
     place_client(folder, task="trec")
     assert reads == ONCE
 

@@ -2,14 +2,11 @@
 
 import shutil
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_sealed
-from atlas_fl.storage.tensors import read_tensors
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federation, Federations, adapters
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +20,14 @@ def heard(fed: Federation) -> list[str]:
 
 def all_have_their_models(fed: Federation) -> None:
     """The simulation's to the last bit, and nothing beside them but what the user put there."""
-    for name, model in adapters(fed.simulated).items():
-        own = fed.folder / f"{name}-adapter"
-        assert digest(read_tensors(own / "adapter_model.safetensors")) == model
-        assert not (fed.folder / f".{own.name}.writing").exists()
+    assert fed.own_adapters == adapters(fed.simulated)
+    for name in fed.sites:
+        assert not (fed.folder / f".{name}-adapter.writing").exists()
         assert not (fed.folder / f"{name}-private").exists()
     assert heard(fed) == sorted(fed.sites)
 
 
-def test_a_site_that_is_killed_before_or_after_it_writes_gets_its_model(federation: Callable[..., Federation]) -> None:
+def test_a_site_that_is_killed_before_or_after_it_writes_gets_its_model(federation: Federations) -> None:
     fed = federation(**APART)
     server, port = fed.serve()
     faults = ["dies while it writes its model", "dies before it says so"]
@@ -50,9 +46,7 @@ def test_a_site_that_is_killed_before_or_after_it_writes_gets_its_model(federati
     all_have_their_models(fed)
 
 
-def test_a_site_or_a_server_that_is_killed_after_that_was_said_leaves_the_model_there(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_site_or_a_server_that_is_killed_after_that_was_said_leaves_the_model_there(federation: Federations) -> None:
     fed = federation(**APART)
     server, port = fed.serve()
     first = fed.join("movie-0", port, fault="dies before it removes its private part")
@@ -71,7 +65,7 @@ def test_a_site_or_a_server_that_is_killed_after_that_was_said_leaves_the_model_
     all_have_their_models(fed)
 
 
-def test_a_server_that_is_killed_before_it_answers_is_told_again(federation: Callable[..., Federation]) -> None:
+def test_a_server_that_is_killed_before_it_answers_is_told_again(federation: Federations) -> None:
     fed = federation(**APART)
     server, port = fed.serve(fault="dies before it answers who has its model")
     sites = [fed.join(name, port) for name in fed.sites]
@@ -86,7 +80,7 @@ def test_a_server_that_is_killed_before_it_answers_is_told_again(federation: Cal
     all_have_their_models(fed)
 
 
-def test_a_full_disk_at_a_site_is_one_line_and_the_model_comes_again(federation: Callable[..., Federation]) -> None:
+def test_a_full_disk_at_a_site_is_one_line_and_the_model_comes_again(federation: Federations) -> None:
     fed = federation(rounds=1)
     server, port = fed.serve()
     full = fed.join("movie-0", port, fault="has a full disk")
@@ -104,9 +98,7 @@ def test_a_full_disk_at_a_site_is_one_line_and_the_model_comes_again(federation:
     all_have_their_models(fed)
 
 
-def test_a_site_whose_files_are_lost_gets_its_model_once_more_or_is_told_what_is_lost(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_site_whose_files_are_lost_gets_its_model_once_more_or_is_told_what_is_lost(federation: Federations) -> None:
     shared = federation(rounds=1)
     shared.complete()
     shutil.rmtree(shared.folder / "movie-1-adapter")
@@ -118,7 +110,7 @@ def test_a_site_whose_files_are_lost_gets_its_model_once_more_or_is_told_what_is
     assert "unknown client in --again 'movie-7'; did you mean" in refused.end(2)
 
 
-def test_a_private_part_that_is_lost_is_told_in_a_line(federation: Callable[..., Federation]) -> None:
+def test_a_private_part_that_is_lost_is_told_in_a_line(federation: Federations) -> None:
     fed = federation(**APART)
     fed.complete()
     shutil.rmtree(fed.folder / "movie-1-adapter")

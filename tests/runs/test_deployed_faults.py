@@ -3,26 +3,36 @@
 import os
 import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
-from atlas_fl.experiment.run import run_config
-from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import read_rows
-from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federations, adapters, sorted_ledger
+from tests.runs.reading import passing_audit, rows
 from tests.runtime.conftest import Proxy
 
 pytestmark = pytest.mark.slow
 
+CUT_LATE = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
 
-def ends_as_simulated_after_all_faults(fed: Federation) -> None:
-    """A site killed and a link cut in round one, then the server killed and started again."""
+
+@pytest.mark.parametrize(
+    ("settings", "halves"),
+    [
+        ({"split": "movie-0=1,movie-1=2", "wire_noise": 0.2, "dropout": 0.1}, 0),
+        ({"strategy": "kriging", "measure_round": 1}, 2),
+    ],
+    ids=["cut models", "what a rule asks for"],
+)
+def test_no_fault_changes_a_bit(federation: Federations, settings: Mapping[str, object], halves: int) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed with the reports in its checkpoint.
+
+    With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
+    """
+    fed = federation(rounds=2, **settings)
     server, port = fed.serve()
     proxy = Proxy(port)
     try:
@@ -44,39 +54,19 @@ def ends_as_simulated_after_all_faults(fed: Federation) -> None:
     finally:
         proxy.close()
     fed.is_as_simulated()
-
-
-def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
-    """A site killed in the middle of its job, a link cut, and the server killed and started again.
-
-    With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
-    """
-    fed = federation(rounds=2, split="movie-0=1,movie-1=2", wire_noise=0.2, dropout=0.1)
-    ends_as_simulated_after_all_faults(fed)
     secrets = [fed.folder / f"{name}-secret" for name in fed.sites]
     assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600, 0o600]
     assert len({path.read_text() for path in secrets}) == 2
-
-
-def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(federation: Callable[..., Federation]) -> None:
-    """A site killed while it reports, a link cut, and the server killed with the reports in its checkpoint."""
-    fed = federation(rounds=2, strategy="kriging", measure_round=1)
-    ends_as_simulated_after_all_faults(fed)
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
     sent, expected = (
-        sorted(
-            (row["client"], row["direction"], row["bytes"])
-            for row in read_rows(folder.ledger)
-            if row["kind"] == "halves"
-        )
-        for folder in (fed.served, RunFolder(fed.simulated))
+        [row for row in sorted_ledger(folder) if "'halves'" in row] for folder in (fed.served.path, fed.simulated)
     )
-    assert sent == expected and len(sent) >= len(fed.sites)
+    assert sent == expected and len(sent) >= halves
 
 
-def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
+def test_a_round_goes_on_without_who_is_away(federation: Federations) -> None:
     fed = federation(rounds=3)
-    server, port = fed.serve("--min-clients", "1", "--deadline", "5")
+    server, port = fed.serve("--min-clients", "1", "--deadline", "3")
     stays, leaves = fed.join("movie-0", port), fed.join("movie-1", port)
     server.wait_for("round 1/3")
     leaves.kill()
@@ -85,7 +75,7 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "of movie-1 in round" in said
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
     assert "movie-1 did not get the model at the end of the run" in said
     # who may not join is not waited for
     make_certs(fed.folder / "others", servers=["localhost"], clients=["movie-0"])
@@ -98,62 +88,44 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert again.wait_for(r"is complete; listening on .* for up to 600 seconds for movie-1, without a model yet")
     fed.join("movie-1", port).end()
     again.end()
-    assert all(own_adapter(fed, name) == adapters(fed.served.path)[name] for name in fed.sites)
+    assert fed.own_adapters == adapters(fed.served.path)
     # then all is over
     assert "listening" not in fed.programs.start("serve", *again.words[1:], folder=fed.folder).end()
 
 
-def own_adapter(fed: Federation, name: str) -> str:
-    return digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors"))
-
-
-def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
-    federation: Callable[..., Federation], config: Callable[..., Config]
-) -> None:
-    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
-    fed = federation(**settings)
+def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(federation: Federations) -> None:
+    fed = federation(**CUT_LATE)
     number = fed.joins_late("movie-2", device="laptop_8gb", where=": cluster 0, beside movie-0, movie-1")
-    late = config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings)
-    simulated = run_config(fed.with_secrets(late))
-    assert adapters(fed.served.path) == adapters(simulated.folder)
-    ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
-    assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
-    assert audit_run(fed.served.path).ok
+    simulated = fed.simulate(arrive=f"movie-2={number}")
+    assert adapters(fed.served.path) == adapters(simulated)
+    assert sorted_ledger(fed.served.path) == sorted_ledger(simulated)
+    passing_audit(fed.served.path)
 
 
-def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
-    federation: Callable[..., Federation], config: Callable[..., Config]
-) -> None:
+def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(federation: Federations) -> None:
     """B and heads are at the sites alone: one is killed, one comes late and cut, the server dies."""
-    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
-    settings |= {"share": ("A",), "space": "factors", "head": "client"}
-    fed = federation(**settings)
+    fed = federation(**CUT_LATE, share=("A",), space="factors", head="client")
 
     def parts_stay() -> None:
         assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
 
     number = fed.joins_late("movie-2", device="laptop_8gb", meanwhile=parts_stay)
-    late = config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings)
-    simulated = run_config(fed.with_secrets(late))
-    for name, model in adapters(simulated.folder).items():
-        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
-        assert not (fed.folder / f"{name}-private").exists()
-    folders = fed.served, RunFolder(simulated.folder)
-    ledgers = [sorted(map(str, read_rows(folder.ledger))) for folder in folders]
-    assert ledgers[0] == ledgers[1]
-    metrics = [[row for row in read_rows(folder.metrics) if row.get("event") != "mixed"] for folder in folders]
-    assert [{**row, "seconds": 0} for row in metrics[0]] == [{**row, "seconds": 0} for row in metrics[1]]
+    simulated = fed.simulate(arrive=f"movie-2={number}")
+    assert fed.own_adapters == adapters(simulated)
+    assert not list(fed.folder.glob("*-private"))
+    assert sorted_ledger(fed.served.path) == sorted_ledger(simulated)
+    metrics = [[row for row in rows(folder) if row.get("event") != "mixed"] for folder in (fed.served.path, simulated)]
+    assert metrics[0] == metrics[1]
     for path in sorted(fed.served.path.rglob("*.safetensors")):
         for key, tensor in read_tensors(path).items():
             above = "movie-2/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not (key.endswith("lora_B") or "/head." in key), (path, key)
-    report = audit_run(fed.served.path)
-    assert report.ok
+    report = passing_audit(fed.served.path)
     assert report.unseen == ("served: movie-0", "served: movie-1", "served: movie-2")
     assert not fed.served.adapters.exists()
 
 
-def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Callable[..., Federation]) -> None:
+def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Federations) -> None:
     fed = federation()
     server, port = fed.serve()
     site = fed.join("movie-0", port)

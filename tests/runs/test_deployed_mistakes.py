@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import to_toml
 from atlas_fl.data.task import Rows
 from atlas_fl.deployment.site import own_client
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import SITES, Federation
+from tests.runs.federation import SITES, Federations
+from tests.runs.finished import Make
 
 TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
 """Less than the runtime alone takes."""
+SMALL = ("--task", "movie", "--device", "cpu_2gb")
 
 
 @pytest.mark.slow
 def test_a_site_without_its_part_of_the_model_ends_with_one_line(
-    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+    federation: Federations, tiny_model: Path, tmp_path: Path
 ) -> None:
     fed = federation(split="1")
     other = tmp_path / "other"
@@ -40,9 +42,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
 
 
 @pytest.mark.slow
-def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(federation: Federations) -> None:
     fed = federation(split="movie-0=1")
     server, port = fed.serve()
     words = ("--certs", "certs/movie-0", "--task", "movie", "--part", "0", "--device", "cpu_2gb")
@@ -61,9 +61,7 @@ def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
         ("movi-0=1", "unknown name in --split 'movi-0'; did you mean 'movie-0'"),
     ],
 )
-def test_a_cut_that_cannot_be_ends_server_and_sites(
-    federation: Callable[..., Federation], split: str, reason: str
-) -> None:
+def test_a_cut_that_cannot_be_ends_server_and_sites(federation: Federations, split: str, reason: str) -> None:
     fed = federation({"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}, split=split)
     server, port = fed.serve("--no-late")
     sites = [fed.join(name, port) for name in fed.sites]
@@ -79,7 +77,7 @@ def test_a_cut_that_cannot_be_ends_server_and_sites(
 
 @pytest.mark.slow
 def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_names_them(
-    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+    federation: Federations, tiny_model: Path, tmp_path: Path
 ) -> None:
     """A device that fits no cut, and a model with another activation; what is out of range is refused at the site."""
     fed = federation({"movie-0": f"none={TINY}", "movie-1": "tablet_4gb"}, split="auto")
@@ -87,7 +85,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
     (other / "config.json").write_text(
         json.dumps(json.loads((other / "config.json").read_text()) | {"hidden_act": "relu"})
     )
-    server, port = fed.serve("--wait", "25", "--no-late")
+    server, port = fed.serve("--wait", "15", "--no-late")
     small = fed.join("movie-0", port)
     altered = fed.join("movie-1", port, "--model", str(other))
     assert "movie-0 cannot take part: none fits no cut of" in small.end(2).splitlines()[-1]
@@ -111,23 +109,13 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
         ),
         (("serve", "--port", "70000"), "--port is 70000"),
         (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
-        (
-            ("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"),
-            "nowhere holds no certificates that can be read (nowhere/ca.pem: No such",
-        ),
-        (
-            ("join", "nowhere.invalid:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"),
-            "host 'nowhere.invalid' is unknown",
-        ),
-        (("join", "x", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"), "no address of a server"),
-        (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
+        (("join", "x:1", "--certs", "nowhere", *SMALL), "holds no certificates that can be read (nowhere/ca.pem: No"),
+        (("join", "nowhere.invalid:1", "--certs", "certs/movie-0", *SMALL), "host 'nowhere.invalid' is unknown"),
+        (("join", "x", "--certs", "certs/movie-0", *SMALL), "no address of a server"),
+        (("join", "x:1", "--certs", "certs/movie-0", *SMALL, "--device", "gpu"), "unknown device 'gpu'"),
     ],
 )
-def test_mistakes_are_one_line(
-    words: tuple[str, ...],
-    message: str,
-    atlas: Callable[..., tuple[int, str]],
-) -> None:
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, atlas: Callable[..., tuple[int, str]]) -> None:
     more = ("--config", "fed.toml", "--host", "127.0.0.1") if words[0] == "serve" else ()
     chosen = () if words[0] == "join" or "--certs" in words else ("--certs", "certs/server")
     free = () if words[0] == "join" or "--port" in words else ("--port", "0")
@@ -140,10 +128,7 @@ def test_mistakes_are_one_line(
 
 @pytest.fixture
 def atlas(
-    capfd: pytest.CaptureFixture[str],
-    config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str]]:
     """The command, in a folder with certificates and settings."""
     from atlas_fl.cli.main import main
@@ -172,7 +157,7 @@ def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_site_with_the_whole_task_takes_what_is_there(config: Make, tmp_path: Path) -> None:
     rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
     (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
     mine, secret = f"mine={tmp_path / 'mine.csv'}", tmp_path / "site-1-secret"
@@ -185,7 +170,7 @@ def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Co
         own_client(config(), "site-1", task="movie", part=2, secret=secret)
 
 
-def test_a_sites_secret_chooses_its_rows_and_no_seed_of_a_server(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_sites_secret_chooses_its_rows_and_no_seed_of_a_server(config: Make, tmp_path: Path) -> None:
     rows = [f"film number {n},{n % 2}" for n in range(200)]
     (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
 

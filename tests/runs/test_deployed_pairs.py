@@ -1,17 +1,12 @@
 """Strong clients that host the upper parts of weak ones, over streams, end with the bits of the simulation."""
 
-from collections.abc import Callable
-
 import pytest
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
-from atlas_fl.experiment.run import run_config
-from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federations, adapters
+from tests.runs.reading import passing_audit
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +22,12 @@ def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str]
     return {(row["round"], row["client"]): row["host"] for row in events}
 
 
-def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
-    federation: Callable[..., Federation], config: Callable[..., Config]
-) -> None:
+def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(federation: Federations) -> None:
     paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": "client"}
     fed = federation(DEVICES, **paired)
     fed.complete()
     fed.is_as_simulated()
-    hosting = config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server")
-    at_server = run_config(fed.with_secrets(hosting))
-    assert adapters(fed.served.path) == adapters(at_server.folder)
+    assert adapters(fed.served.path) == adapters(fed.simulate(topology="server", name="at-server"))
     simulated = RunFolder(fed.simulated)
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
     everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
@@ -51,28 +42,25 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     sent = read_json(fed.served.summary)["bytes"]
     assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
     assert "between_clients" not in sent
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
 
 
-def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
+def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Federations) -> None:
     """B stays at its site, but for the guest's above its cut, which its host moves and the server keeps."""
     devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
     settings = {"share": ("A", "head"), "space": "factors", "rounds": 2, "devices": tuple(devices.values())}
     fed = federation(devices, **PAIRED, **settings)
-    server, port = fed.serve()
-    for program in [*(fed.join(name, port) for name in fed.sites), server]:
-        program.end()
-    for name, model in adapters(fed.simulated).items():
-        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+    fed.complete()
+    assert fed.own_adapters == adapters(fed.simulated)
     assert hosted(fed.served) == {(1, "movie-0"): "movie-1", (2, "movie-0"): "movie-1"}
     for path in sorted(fed.served.path.rglob("*.safetensors")):
         for key, tensor in read_tensors(path).items():
             above = "movie-0/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not key.endswith("lora_B"), (path, key)
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
 
 
-def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
+def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Federations) -> None:
     devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
     long = {"local_epochs": 5, "batch_size": 2, "rounds": 2, "devices": tuple(devices.values())}
     fed = federation(devices, **PAIRED, **long)
@@ -89,4 +77,4 @@ def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[
     reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
     assert reasons[0] == "movie-1 was left: it is gone"
     assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)

@@ -33,12 +33,12 @@ from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
 from tests.runs.covering import with_marks
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-Make = Callable[..., Config]
 MAX_LENGTH = 60
 CAUSAL = ("gpt2", "qwen2", "llama", "mistral")
 TASKS: Mapping[str, str] = {
@@ -100,12 +100,8 @@ def small(config: Make, files: Path, tiny_of: Callable, writer_of: Callable, tmp
     def make(family: str, tasks: Sequence[str], **values: object) -> Config:
         usual: dict[str, object] = {
             **{
-                "rounds": 1,
-                "audit": False,
-                "ranks": "2",
-                "max_length": MAX_LENGTH,
-                "new_tokens": 1,
-                "rouge_examples": 1,
+                **{"rounds": 1, "audit": False, "ranks": "2", "max_length": MAX_LENGTH, "new_tokens": 1},
+                **{"rouge_examples": 1},
             },
             **{"samples": 12, "validation_samples": 6, "test_samples": 8, "lr": 0.02, "clusters": "oracle"},
         }
@@ -291,10 +287,8 @@ def shown(model: Any, text: str, **parts: Any) -> dict[str, float]:
 def test_a_pipeline_shows_the_names_of_classes(small: Make) -> None:
     """By PEFT's model of the card, by the folder's name alone in transformers, and by a whole model's folder."""
     base = small("bert", ("kind",))
-    result, whole = (
-        run_config(base),
-        run_config(small("bert", ("kind",), strategy="fedavg_cluster", name="whole", **WHOLE)),
-    )
+    result = run_config(base)
+    whole = run_config(small("bert", ("kind",), strategy="fedavg_cluster", name="whole", **WHOLE))
     folder, text = result.folder / "adapters/kind-0", "w3 w7 w1"
     model, _ = load_by_card(folder)
     tokenizer = AutoTokenizer.from_pretrained(base.model.model)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -10,46 +10,30 @@ from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import alter_tensors, rows, same_tensors, state
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import failed_checks, passing_audit, rows, same_tensors, state
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 
-
-def test_heads_differ_inside_a_task_adapters_do_not_and_the_audit_agrees(config: MakeConfig) -> None:
-    folder = run_config(config(strategy="fedpac", ranks="4", share="A+B+head")).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures
-    assert {"server", "mixed"} <= {row.check for row in report.rows}
-    final = state(folder)
-    for key in {key.split("/", 2)[2] for key in final if key.startswith("strategy/movie-0/")}:
-        same = torch.equal(final[f"strategy/movie-0/{key}"], final[f"strategy/movie-1/{key}"])
-        assert same != key.startswith("head."), key
-
-
-@pytest.mark.parametrize("family", ["roberta", "distilbert"])
-def test_of_two_layers_the_last_one_alone_is_a_client_s_own_and_the_audit_agrees(
-    config: MakeConfig, tiny_of: Callable[[str], Tiny], family: str
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_the_last_layer_of_a_head_alone_is_a_client_s_own_and_the_audit_agrees(
+    config: Make, tiny_of: Callable[[str], Tiny], family: str
 ) -> None:
     model = str(tiny_of(family).path)
     folder = run_config(config(strategy="fedpac", ranks="4", model=model, batch_size=4, tasks="movie")).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures
-    assert {"server", "mixed", "aligned"} <= {row.check for row in report.rows}
+    passing_audit(folder, "server", "mixed", "aligned")
     final = state(folder)
     for key in {key.split("/", 2)[2] for key in final if key.startswith("strategy/movie-0/")}:
         same = torch.equal(final[f"strategy/movie-0/{key}"], final[f"strategy/movie-1/{key}"])
         assert same != is_last_layer(key), key
 
 
-def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
+def test_the_ledger_has_what_each_client_reported(config: Make) -> None:
     folder = run_config(config(strategy="fedpac", participation=0.75, aggregate_every=2)).folder
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "features"]
     participants = json.loads((folder / "audit/round-0002/record.json").read_text())["participants"]
@@ -60,35 +44,28 @@ def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
         prefix = f"class_features/{row['client']}/"
         own = {key.removeprefix(prefix): tensor for key, tensor in reports.items() if key.startswith(prefix)}
         assert own.keys() == {"counts", "means", "variances"} and row["bytes"] == encoded_size(own)
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
-def test_who_joins_later_reports_from_its_first_round_on(config: MakeConfig) -> None:
+def test_who_joins_later_reports_from_its_first_round_on(config: Make) -> None:
     late = run_config(config(strategy="fedpac", arrive=("movie-1=2",), name="late")).folder
-    assert audit_run(late).ok
+    passing_audit(late)
     names = {path.split("/")[1] for path in load_file(late / "audit/round-0002/server.safetensors")}
     assert names == {"movie-0", "movie-1", "trec-0", "trec-1"}
 
 
-def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_reports_and_heads_that_were_altered(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(strategy="fedpac", tasks="movie")).folder
     start, reports = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
-    kept = {path: path.read_bytes() for path in (start, reports)}
-
-    def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
-        alter_tensors(path, change)
-        checks = {row.check for row in audit_run(folder).failures if row.round == 2}
-        path.write_bytes(kept[path])
-        return checks
-
+    failed = partial(failed_checks, folder)
     assert "mixed" in failed(start, lambda tensors: tensors["movie-0/head.classifier.bias"].add_(0.01))
     assert "mixed" in failed(reports, lambda tensors: tensors["class_features/movie-0/means"].mul_(3.0))
     assert "server" in failed(reports, lambda tensors: tensors["class_features/movie-0/counts"].add_(1))
     assert "server" in failed(reports, lambda tensors: tensors.update({"class_features/movie-1/means": torch.ones(2)}))
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
-def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig) -> None:
+def test_features_are_pulled_to_the_means_of_the_round_before(config: Make) -> None:
     plain = run_config(config(strategy="classifier_collaboration", trained_parts="head_then_rest", name="plain")).folder
     pulled = run_config(config(strategy="fedpac", participation=0.75, name="pulled")).folder
     assert not (plain / "audit/round-0002/centroids.safetensors").exists()
@@ -112,13 +89,11 @@ def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig
         if row["round"] == 2:
             part = {name: sent[f"{row['client']}/{name}"] for name in ("means", "seen")}
             assert row["bytes"] == encoded_size(part)
-    report = audit_run(pulled)
-    assert report.ok, report.failures
-    assert "aligned" in {row.check for row in report.rows}
+    passing_audit(pulled, "aligned")
     assert not same_tensors(state(plain), state(pulled))
 
 
-def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_class_means_that_were_altered(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(strategy="fedpac", tasks="movie")).folder
     path = folder / "audit/round-0002/centroids.safetensors"
     kept = path.read_bytes()
@@ -139,7 +114,7 @@ def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig, finish
     assert {row.check for row in audit_run(folder).failures} >= {"aligned"}
 
 
-def test_in_personal_rounds_nobody_is_pulled(config: MakeConfig) -> None:
+def test_in_personal_rounds_nobody_is_pulled(config: Make) -> None:
     folder = run_config(config(strategy="fedpac", rounds=3, personal_rounds=1)).folder
     assert {path.parent.name for path in folder.glob("audit/round-*/centroids.safetensors")} == {"round-0002"}
-    assert audit_run(folder).ok
+    passing_audit(folder)

@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +22,22 @@ from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
+from tests.runs.federation import SITES
+from tests.runs.finished import Make
+from tests.runs.processes import SECONDS, Watched
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
-SECONDS = 240
-"""Longest wait for a line or an end; a quiet machine needs a tenth of it for the whole federation."""
-SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
 EXAMPLE = Path(atlas_fl.__file__).parents[2] / "examples" / "flower" / "pyproject.toml"
 
 
-class Started:
+class Started(Watched):
     """A command of Flower in a process group of its own."""
 
     def __init__(self, words: Sequence[str], *, folder: Path, env: dict[str, str]) -> None:
         folder.mkdir(exist_ok=True)
         command = Path(sys.executable).parent / words[0]
-        self.words, self.lines = words, list[str]()
+        super().__init__(words)
         self._process = subprocess.Popen(
             [str(command), *words[1:]],
             cwd=folder,
@@ -50,28 +48,8 @@ class Started:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._changed, self._ended = threading.Condition(), False
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: re.search(pattern, self.text) or self._ended, timeout=SECONDS)
-        assert re.search(pattern, self.text), f"{self.words[0]} never said {pattern!r}:\n{self.text}"
+        self._watch(self._process.stdout)
 
     def end(self) -> str:
         """What it said, once it has ended well."""
@@ -185,7 +163,7 @@ class Flower:
 
 @pytest.mark.slow
 def test_the_federation_that_flower_runs_is_the_simulated_one(
-    config: Callable[..., Config], tmp_path: Path, start: Callable[..., Started]
+    config: Make, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     link, stream, *ports = free_ports(2 + len(SITES))
     flower = Flower(folder=tmp_path, start=start, link=link, stream=stream)

@@ -3,22 +3,19 @@
 import errno
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import os_errors_with_path
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.resealing import with_new_digests
 
-Make = Callable[..., Config]
 TOO_MANY = 10**6
 
 
@@ -137,33 +134,12 @@ def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> N
     assert resume_run(folder).complete
 
 
-@pytest.mark.parametrize("kind", ["folder is a file", "state is a folder"])
-def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, finished: FinishedRuns, kind: str) -> None:
-    folder = finished(config(rounds=3, max_rounds=2)).folder
-    newest = folder / "checkpoints/round-0002"
-    if kind == "folder is a file":
-        newest.rename(folder / "elsewhere")
-        newest.write_text("")
-    else:
-        (newest / "state.json").unlink()
-        (newest / "state.json").mkdir()
-    told: list[object] = []
-    assert resume_run(folder, on_event=told.append).complete
-    assert any("round-0002 passed over" in str(event) for event in told)
-
-
 def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(stopped: Path) -> None:
     for state in (stopped / "checkpoints").glob("*/state.json"):
         state.write_text("{}")
     told: list[object] = []
     assert resume_run(stopped, on_event=told.append).complete
     assert any("passed over" in str(event) and "beginning again" in str(event) for event in told)
-
-
-def test_a_damaged_plan_is_one_line(stopped: Path) -> None:
-    (stopped / "plan.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json: its SHA-256 is .*; restore it from a copy"):
-        resume_run(stopped)
 
 
 def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,19 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import to_toml
 from atlas_fl.methods.registry import METHODS, RULES
+from tests.runs.finished import Make
 
 SEEDS = (0, 1)
 LABELS = ("1", "01", "001", "2", "02")
 """Equal numbers that are different classes: a sort by number leaves them in the order in which they come."""
-QUICK = ("atlas", "fedpac", "flora")
+QUICK = ("atlas", "fedpac", "flora", "scaffold", "ditto", "ifca", "fedadam")
+"""One method for each kind of what is kept: halves, features, frozen parts, controls, models, clusters, moments."""
 SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "rounds": 2, "lr": 0.02}
 
 
@@ -28,7 +31,7 @@ def table(folder: Path) -> Path:
     return file
 
 
-def settings(make: Callable[..., Config], folder: Path, methods: Sequence[str]) -> list[Path]:
+def settings(make: Make, folder: Path, methods: Sequence[str]) -> list[Path]:
     files = []
     for method in methods:
         row = METHODS.get(method)
@@ -69,7 +72,8 @@ def outcomes(files: Sequence[Path], *, seed: int, folder: Path) -> dict[str, dic
 
 
 def check_same(files: Sequence[Path], folder: Path) -> None:
-    first, *others = (outcomes(files, seed=seed, folder=folder) for seed in SEEDS)
+    with ThreadPoolExecutor() as threads:
+        first, *others = threads.map(lambda seed: outcomes(files, seed=seed, folder=folder), SEEDS)
     differing = {
         f"{run}: {name}"
         for other in others
@@ -82,13 +86,13 @@ def check_same(files: Sequence[Path], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Make, tmp_path: Path) -> None:
     check_same(settings(config, tmp_path, QUICK), tmp_path)
 
 
 @pytest.mark.product
 @pytest.mark.slow
-def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Make, tmp_path: Path) -> None:
     # rules of factor space alone need settings that their methods have: feddyn, flora, fedex
     left_out = {*QUICK, *(name for name, rule in RULES.items() if rule.in_factors)}
     check_same(settings(config, tmp_path, [name for name in {**RULES, **METHODS} if name not in left_out]), tmp_path)

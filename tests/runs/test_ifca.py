@@ -1,32 +1,20 @@
 """Runs in which clients choose the cluster whose model has the least loss: IFCA."""
 
-from collections.abc import Callable
-
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import alter_tensors, rows
-from tests.runs.workers import in_threads
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import alter_tensors, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}
 
 
-def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
+def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**IFCA)).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
-    assert {"chosen", "server", "mixed"} <= {row.check for row in report.rows}
+    passing_audit(folder, "chosen", "server", "mixed")
     kept = load_file(folder / "audit/round-0002/server.safetensors")
     clusters = {int(value) for key, value in kept.items() if key.startswith("clusters/")}
     assert any(key.startswith("losses/") for key in kept) and clusters <= {0, 1}
@@ -38,36 +26,9 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
     assert sizes[0] > sizes[1]
 
 
-def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig, finished: FinishedRuns) -> None:
-    one = run_config(config(**{**IFCA, "ifca_clusters": 1})).folder
-    plain = finished(config(strategy="fedavg", ranks="4", name="fedavg")).folder
-    first, second = (load_file(folder / "audit/round-0002/start.safetensors") for folder in (one, plain))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> None:
-    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
-    ifca = run_config(config(**alone, strategy="ifca", name="ifca")).folder
-    local = run_config(config(**alone, strategy="local", name="local")).folder
-    first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in (ifca, local))
-    assert all(torch.equal(first[key], second[key]) for key in second)
-
-
-@pytest.mark.slow
-def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_audit(config: MakeConfig) -> None:
-    partly = {**IFCA, "participation": 0.75, "pack_tokens": 200}
-    one = run_config(config(**partly, name="one")).folder
-    two = run_config(config(**partly, name="two"), backend=in_threads(2)).folder
-    assert audit_run(two).ok, audit_run(two).failures[:3]
-    assert rows(one, "ledger") == rows(two, "ledger")
-    for round in (1, 2):
-        first, second = (load_file(folder / f"audit/round-000{round}/server.safetensors") for folder in (one, two))
-        assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("clusters/"))
-
-
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
 def test_an_audit_finds_what_was_altered(
-    config: MakeConfig, finished: FinishedRuns, file: str, part: str, check: str
+    config: Make, finished: FinishedRuns, file: str, part: str, check: str
 ) -> None:
     folder = finished(config(**IFCA)).folder
     alter_tensors(
@@ -77,7 +38,7 @@ def test_an_audit_finds_what_was_altered(
     assert check in {row.check for row in audit_run(folder).failures}
 
 
-def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_a_round_in_which_nobody_measured(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**IFCA)).folder
     path, before = (folder / f"audit/round-000{round}/server.safetensors" for round in (2, 1))
     old = {key: value for key, value in load_file(before).items() if key.startswith("clusters/")}
@@ -85,16 +46,3 @@ def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig, fin
     assert {(2, "", "chosen")} <= {(row.round, row.client, row.check) for row in audit_run(folder).failures}
     (folder / "audit/round-0002/begun.safetensors").unlink()
     assert "begun.safetensors is missing" in " ".join(row.detail for row in audit_run(folder).failures)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"ranks": "greedy"}, r"^--strategy ifca lets a client take the model of others, .* one rank for all"),
-        ({"aggregate_every": 2}, r"^--strategy ifca and --aggregate-every 2 do not go together"),
-        ({"split": "movie-0=1"}, r"^--strategy ifca and --split movie-0=1 do not go together"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**IFCA, **values}))

@@ -1,6 +1,5 @@
 """Runs of adapters on images: all phases, records, resume, audit and export are those of texts."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
@@ -25,13 +24,12 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.workers import in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

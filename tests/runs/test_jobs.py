@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
-from tests.runs.conftest import configs
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit
 
 
 @pytest.mark.slow
-def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    base = configs(tiny_model, tmp_path)(rounds=1, samples=8, clusters="oracle", runs_dir=str(tmp_path / "runs"))
+def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(config: Make) -> None:
+    base = config(rounds=1, samples=8, clusters="oracle")
     points = grid(base, over={"strategy": ("local",)}, seeds=(1,))
     (bad,) = grid(base, over={"samples": ("100000",)}, seeds=(1,))
     told: list[tuple[int, str]] = []
@@ -33,8 +31,8 @@ def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeate
 
 
 @pytest.mark.core
-def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tmp_path: Path) -> None:
-    base = configs(tiny_model, tmp_path)(rounds=2, samples=8, adapted_blocks=1, runs_dir=str(tmp_path / "runs"))
+def test_runs_that_share_work_end_in_the_bits_of_runs_alone(config: Make, tmp_path: Path) -> None:
+    base = config(rounds=2, samples=8, adapted_blocks=1)
     points = grid(base, over={"strategy": ("local", "fedavg", "fedper")}, seeds=(1,))
     together = run_all(points)
     for point, folder in zip(points, together, strict=True):
@@ -46,16 +44,14 @@ def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tm
                 (run_folder(alone).path / path.relative_to(folder)).read_bytes() for path in found
             ]
         assert sorted(folder.rglob("state.safetensors"))
-        assert audit_run(folder).ok
+        passing_audit(folder)
 
 
 @pytest.mark.core
-def test_a_run_says_the_seconds_that_reused_results_had_taken_over_all_its_sessions(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_says_the_seconds_that_reused_results_had_taken_over_all_its_sessions(config: Make) -> None:
     """The second of two strategies finds what the first computed, stops after a round, and goes on in another process:
     what it reused before it stopped is still in its summary."""
-    base = configs(tiny_model, tmp_path)(rounds=2, samples=8, adapted_blocks=1, runs_dir=str(tmp_path / "runs"))
+    base = config(rounds=2, samples=8, adapted_blocks=1)
     first, second = grid(base, over={"strategy": ("local", "fedavg")}, seeds=(1,))
     with REUSED_RESULTS.remember() as results:
         run_config(first.config)

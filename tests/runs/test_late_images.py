@@ -1,6 +1,5 @@
 """Image clients that join a run of whole models: they begin with what all hold, and count from then on."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,16 @@ import torch
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import Models, models_in
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors
+from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.test_image_adapters import _stripes
 
-Make = Callable[..., Config]
 SMALL = {"clients_per_task": 3, "samples": 24, "participation": 1, "nc": "iid", "eval_every": 2, "arrive": "digits-2=2"}
 MASKED = {**SMALL, "mask": "random", "sparsity": 0.8}
 
@@ -43,8 +42,7 @@ def test_a_newcomer_begins_with_the_global_weights_and_counts_in_the_next_averag
     for key, tensor in start["digits-2"].items():
         mean = sum(own[key].double() for own in trained.values()) / 3  # 24 images each
         assert torch.allclose(tensor.double(), mean, rtol=0, atol=1e-6), key
-    found = audit_run(result.folder)
-    assert found.ok, found.failures
+    found = passing_audit(result.folder)
     assert [(row.round, row.client) for row in found.rows if row.check == "joined"] == [(2, "digits-2")]
     folder = RunFolder(result.folder)
     assert list(result.summary["clients"]) == ["digits-0", "digits-1", "digits-2"]
@@ -64,16 +62,10 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
     """It has a task of its own, whose head is fitted by its own images."""
     own = f"stripes={_stripes(tmp_path / 'stripes', each=60)}"
     values = {**SMALL, "clients_per_task": 1, "task": own, "arrive": "stripes-0=2"}
-    once, parts = (
-        run_config(image_config(name="once", **values)),
-        run_config(image_config(name="parts", max_rounds=1, **values)),
-    )
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(once.folder), state(parts.folder))
-    for kind in ("metrics", "ledger"):
-        assert rows(once.folder, kind) == rows(parts.folder, kind)
-    assert audit_run(once.folder).ok and audit_run(parts.folder).ok
+    once = run_config(image_config(name="once", **values))
+    parts = in_sessions(image_config(name="parts", max_rounds=1, **values))
+    check_same_runs(once.folder, parts.folder)
+    passing_audit(once.folder).ok and audit_run(parts.folder)
     fresh, start = arrival(once, "fresh")["stripes-0"], arrival(once, "start")["stripes-0"]
     held = audited(once, 1, "start")["digits-0"]
     for key in start:

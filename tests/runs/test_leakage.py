@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,14 @@ from sklearn.linear_model import Ridge
 from transformers import AutoModel
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
+from atlas_fl.config import to_toml
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of, most_looks
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.setup.assembly import Assembly, assemble
+from tests.runs.finished import Make
 
-Make = Callable[..., Config]
 MARKS = (101, 102)  # [CLS] and [SEP] of the embedded tokenizer
 
 
@@ -119,8 +118,6 @@ def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut:
 def test_the_command_prints_and_writes_what_the_function_returns(
     config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atlas_fl.config import to_toml
-
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "own.toml").write_text(to_toml(config()))
     words = ["leakage", "--config", str(tmp_path / "own.toml"), "--cuts", "1", "--to", str(tmp_path / "leakage.json")]

@@ -1,26 +1,20 @@
 """A site that is taken off the list is out at once, and the run goes on without it until it comes back."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config
-from atlas_fl.events import OnEvent
-from atlas_fl.experiment.backends import BACKENDS
+from atlas_fl.client.job import Job
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs, revoke_certs
 from atlas_fl.storage.jsonl import read_json, read_rows
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federation, Federations, adapters
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit
+from tests.runs.workers import backend_without
 
 pytestmark = pytest.mark.slow
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb", "movie-2": "laptop_8gb"}
-ROUNDS = 24
+ROUNDS = 16
 
 
 def missing(fed: Federation, client: str) -> list[int]:
@@ -28,9 +22,7 @@ def missing(fed: Federation, client: str) -> list[int]:
     return [row["round"] for row in rows if row.get("event") == "missing" and row["client"] == client]
 
 
-def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(federation: Federations) -> None:
     fed = federation(SITES, clients_per_task=3, rounds=ROUNDS)
     server, port = fed.serve("--min-clients", "2", "--deadline", "200")
     stays = [fed.join(name, port) for name in ("movie-0", "movie-1")]
@@ -69,37 +61,22 @@ def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(
     last.end()
     assert max(missing(fed, "movie-2")) < ROUNDS
     assert adapters(fed.served.path).keys() == SITES.keys()
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
     assert read_json(fed.served.summary)["events"]["count"]["missing"] == len(missing(fed, "movie-2"))
 
 
-@dataclass(frozen=True)
-class Absent:
-    """An engine in which one client is away from round one on, and everybody in round two."""
+def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(config: Make) -> None:
+    """One client is away from round one on, and everybody in round two."""
 
-    inner: Any
+    def is_away(_: str, job: Job) -> bool:
+        return job.round > 0 and (job.client == "movie-1" or job.round == 2)
 
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        there = [job for job in jobs if job.round == 0 or (job.client != "movie-1" and job.round != 2)]
-        found: list[Update] = self.inner.run(action, there) if there else []
-        return found
-
-
-@contextmanager
-def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
-    with BACKENDS["local"](config, on_event) as (assembly, engine):
-        yield assembly, Absent(engine)
-
-
-def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(
-    config: Callable[..., Config],
-) -> None:
     settings = {"clients_per_task": 3, "rounds": 3, "pack_tokens": 1}
-    found = run_config(config(tasks=("movie",), **settings), backend=absent)
+    found = run_config(config(tasks=("movie",), **settings), backend=backend_without(is_away))
     rows = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "missing"]
     assert [(row["round"], row["client"]) for row in rows] == [
         (1, "movie-1"),
         *[(2, name) for name in SITES],
         (3, "movie-1"),
     ]
-    assert audit_run(found.folder).ok
+    passing_audit(found.folder)

@@ -1,7 +1,6 @@
 """Runs whose clusters are joined by what labels ask: who is averaged with whom, and where a newcomer goes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
@@ -20,18 +16,12 @@ from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import passing_audit
 
-Make = Callable[..., Config]
 TWO_SOURCES = {
-    "tasks": ("movie", "trec"),
-    "clusters": "auto",
-    "similarity_threshold": "0.5",
-    "fingerprint_batches": 6,
-    "sketch_dim": 256,
-    "strategy": "fedavg_cluster",
-    "space": "factors",
-    "rounds": 2,
+    **{"tasks": ("movie", "trec"), "clusters": "auto", "similarity_threshold": "0.5", "fingerprint_batches": 6},
+    **{"sketch_dim": 256, "strategy": "fedavg_cluster", "space": "factors", "rounds": 2},
 }
 ANYTHING = {"merge_similarity": "-0.99"}
 """A random model's features say little of labels: here every cluster is joined with every other."""
@@ -64,8 +54,7 @@ def test_clusters_that_are_joined_are_averaged(config: Make, finished: FinishedR
     assert together["labels"] == [0, 0, 0, 0] and together["before_merging"] == [0, 0, 1, 1]
     assert together["similarity"] == apart["similarity"]
     assert adapters_agree(joined.folder) and not adapters_agree(alone.folder)
-    found = audit_run(joined.folder)
-    assert found.ok, found.failures
+    passing_audit(joined.folder)
     notes = json.loads(RunFolder(joined.folder).plan.read_text())["notes"]
     assert sum("labels vary alike" in note for note in notes) == 1
 
@@ -91,7 +80,7 @@ def test_a_client_that_joins_later_stands_in_both_lists(config: Make) -> None:
     result = run_config(config(**{**TWO_SOURCES, **ANYTHING}, arrive=("trec-1=2",)))
     later = [json.loads(path.read_text())["clustering"] for path in sorted(result.folder.rglob("plan*.json"))]
     assert any(len(one["labels"]) == len(one["before_merging"]) == 4 for one in later if one["before_merging"])
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_sketches_of_labels_come_from_every_client(config: Make) -> None:
@@ -100,8 +89,3 @@ def test_sketches_of_labels_come_from_every_client(config: Make) -> None:
     updates = collect_fingerprints(assembly, local_engine(assembly, lambda _: None), fingerprint_options(chosen))
     for update in updates:
         assert np.linalg.norm(update.params["sketch.labels"].numpy()) == pytest.approx(1, abs=1e-5)
-
-
-def test_a_wrong_number_is_one_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^--merge-similarity is 1\.5; allowed: above -1, below 1"):
-        run_config(config(**TWO_SOURCES, merge_similarity="1.5"))

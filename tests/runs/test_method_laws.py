@@ -1,19 +1,19 @@
 """What every method of the literature must hold as a run: being a row of `METHODS` is being tested."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
 from tests.runs.covering import covering_methods, with_marks
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import audited, rows, same_tensors
 
-Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
     **{"samples": 16, "rounds": 2, "eval_every": 2, "pack_tokens": 1, "audit": False},
     **{"lr": 0.05, "batch_size": 4, "local_epochs": 2, "validation_samples": 4, "test_samples": 4},
@@ -71,15 +71,69 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
 
 
+Settings = Mapping[str, Any]
+FACTORS: Settings = {"space": "factors", "ranks": "4"}
+FEDAVG: Settings = {**FACTORS, "strategy": "fedavg"}
+FEDIT: Settings = {"strategy": "fedit", "ranks": "4"}
+BEGIN_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
+    "scaffold": ({"strategy": "scaffold", "ranks": "4"}, FEDAVG),
+    "feddyn": (
+        {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1},
+        {**FACTORS, "strategy": "fedprox", "proximal_mu": 0.1},
+    ),
+    "flora": ({**FEDIT, "strategy": "flora"}, FEDIT),
+    "fedex": ({**FEDIT, "strategy": "fedex"}, FEDIT),
+}
+"""Methods that have nothing to correct in round one, each with the one that it then is."""
+ALONE: Settings = {**FACTORS, "clients_per_task": 1, "tasks": "movie"}
+PAIR: Settings = {**FACTORS, "tasks": "movie"}
+END_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
+    "scaffold of one client": ({**ALONE, "strategy": "scaffold"}, {**ALONE, "strategy": "fedavg"}),
+    "ifca of one client": ({**ALONE, "strategy": "ifca"}, {**ALONE, "strategy": "local"}),
+    "ifca of one cluster": (
+        {"strategy": "ifca", "ranks": "4", "ifca_clusters": 1},
+        {"strategy": "fedavg", "ranks": "4"},
+    ),
+    "own models without a pull": ({**FEDAVG, "personal_models": True}, {"strategy": "local", "ranks": "4"}),
+    "second models without a pull": (
+        {**PAIR, "strategy": "fedavg", "second_model": "proximal", "second_weight": 0.0},
+        {**PAIR, "strategy": "local"},
+    ),
+}
+
+
+def trained(folder: Path, round: int) -> dict[str, Tensor]:
+    return audited(folder, round, "trained")[0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", BEGIN_ALIKE)
+def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
+    config: Make, finished: FinishedRuns, method: str
+) -> None:
+    ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in BEGIN_ALIKE[method])
+    assert same_tensors(trained(ours, 1), trained(theirs, 1))
+    assert not any(torch.equal(tensor, trained(theirs, 2)[key]) for key, tensor in trained(ours, 2).items())
+    if method == "fedex":
+        assert same_tensors(*audited(ours, 1, "start"), *audited(theirs, 1, "start")), "the factors are those of FedIT"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", END_ALIKE)
+def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(
+    config: Make, finished: FinishedRuns, case: str
+) -> None:
+    ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in END_ALIKE[case])
+    files = sorted(path.relative_to(theirs) for path in theirs.glob("adapters/*/adapter_model.safetensors"))
+    assert files and all((ours / path).read_bytes() == (theirs / path).read_bytes() for path in files)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
-    straight, turned = (
-        run_config(
-            config(**words_of(method) | {"samples": 8, "local_epochs": 1, "tasks": tasks, "name": "-".join(tasks)})
-        )
-        for tasks in (("movie", "trec"), ("trec", "movie"))
-    )
+    small = {**words_of(method), "samples": 8, "local_epochs": 1}
+    orders = (("movie", "trec"), ("trec", "movie"))
+    straight, turned = (run_config(config(**small, tasks=tasks, name="-".join(tasks))) for tasks in orders)
     first = next(str(row["client"]) for row in rows(turned.folder) if "client" in row)
     assert first.startswith("trec"), "the order of the clients is another one"
     assert same_losses(straight.folder, turned.folder)

@@ -2,30 +2,22 @@
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config, config_hash
-from atlas_fl.errors import ConfigError
-from atlas_fl.events import OnEvent
+from atlas_fl.client.job import Job
 from atlas_fl.experiment.run import RunResult, run_config
-from atlas_fl.planning.planner import local_engine, make_plan
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.report.tables import plan_tables
-from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.workers import backend_without
 
-Make = Callable[..., Config]
 # movie-0 and trec-0 are small, movie-1 and trec-1 are not
 SPLIT = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "topology": "paired"}
 
@@ -55,7 +47,7 @@ def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult
     server = run_config(config(name="server", eta=0.3, dropout=0.1, **settings))
     assert same_tensors(state(server.folder), state(paired.folder))
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
-    assert audit_run(paired.folder).ok
+    passing_audit(paired.folder)
     assert hosts(server.folder) == {}
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
     everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
@@ -91,30 +83,12 @@ def test_a_host_gets_its_guests_upper_parts_and_returns_them(paired: RunResult) 
                 assert ways[round, own, kind, "up"] == 1
     assert {(row["guest"], row["client"]) for row in carried} == {("movie-0", "movie-1"), ("trec-0", "trec-1")}
     tensors = state(paired.folder)
-    upper = [
-        t
-        for key, t in tensors.items()
-        if key.startswith("strategy/movie-0/") and "lora" in key and ".layer.0." not in key
-    ]
-    values = 4 * sum(tensor.numel() for tensor in upper)
+    above = [key for key in tensors if key.startswith("strategy/movie-0/") and "lora" in key and ".layer.0." not in key]
+    values = 4 * sum(tensors[key].numel() for key in above)
     sent = {int(str(row["bytes"])) for row in carried if (row["guest"], row["kind"]) == ("movie-0", "adapter")}
     assert len(sent) == 1
     # the names and shapes are all that is sent besides
     assert values < min(sent) < values + 1200
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropping:
-    """The engine of a simulation in which some clients do not answer when they should train in one round."""
-
-    engine: Engine
-    lost: Sequence[str]
-    round: int
-
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        updates = self.engine.run(action, jobs)
-        is_now = action == "train" and jobs[0].round == self.round
-        return [update for update in updates if not (is_now and update.client in self.lost)]
 
 
 @pytest.mark.slow
@@ -122,12 +96,10 @@ class Dropping:
 def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: Make, gone: str) -> None:
     lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]
 
-    @contextmanager
-    def backend(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-        assembly = assemble(own)
-        yield assembly, Dropping(engine=local_engine(assembly, on_event), lost=lost, round=2)
+    def is_lost(action: str, job: Job) -> bool:
+        return (action, job.round) == ("train", 2) and job.client in lost
 
-    result = run_config(config(name="dropping", rounds=3, **SPLIT), backend=backend)
+    result = run_config(config(name="dropping", rounds=3, **SPLIT), backend=backend_without(is_lost))
     assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [
         (name, 2) for name in lost
     ]
@@ -148,7 +120,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         for kind in ("activation", "gradient")
     }
     assert peers == {"activation": {found[2, "movie-0"], "movie-1"}, "gradient": {found[2, "movie-0"]}}
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 @pytest.mark.slow
@@ -198,13 +170,13 @@ def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None
         assert new["memory"] == old["memory"]
 
 
-def test_pairing_without_a_cut_is_refused_in_a_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^--topology paired says who .* and --split none cuts none; ") as caught:
-        run_config(config(topology="paired"))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_default_topology_is_no_part_of_a_runs_identity(config: Make) -> None:
-    base = config()
-    other = replace(base, split=replace(base.split, topology="paired"))
-    assert config_hash(base) != config_hash(other)
+@pytest.mark.slow
+def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> None:
+    settings = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "share": ("A",), "space": "factors"}
+    settings |= {"eta": 0.3, "dropout": 0.1, "rounds": 2, "head": "client"}
+    server = run_config(config(name="server", **settings))
+    paired = run_config(config(name="paired", topology="paired", **settings))
+    assert same_tensors(state(server.folder, round=2), state(paired.folder, round=2))
+    assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
+    assert {row["host"] for row in rows(paired.folder) if row.get("event") == "hosted"} == {"movie-1", "trec-1"}
+    passing_audit(paired.folder)

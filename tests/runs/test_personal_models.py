@@ -1,31 +1,23 @@
 """Runs in which every client keeps a model of its own and is pulled to what the server mixes: MR-MTL."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
-from tests.runs.reading import rows
+from tests.runs.finished import Make
+from tests.runs.reading import audited, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 MR_MTL = {"strategy": "mr_mtl", "ranks": "4", "proximal_mu": 0.5}
 
 
 @pytest.mark.parametrize("strategy", ["mr_mtl", "mr_mtl_cluster"])
-def test_a_run_passes_its_audit_and_anchors_are_the_means(config: MakeConfig, strategy: str) -> None:
+def test_a_run_passes_its_audit_and_anchors_are_the_means(config: Make, strategy: str) -> None:
     result = run_config(config(**{**MR_MTL, "strategy": strategy}, tasks="movie"))
-    report = audit_run(result.folder)
-    assert report.ok
-    assert {"own", "mixed", "loaded"} <= {row.check for row in report.rows}
-    trained, start, anchor = (
-        load_file(result.folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
-    )
+    passing_audit(result.folder, "own", "mixed", "loaded")
+    trained, start, anchor = audited(result.folder, 2, "trained", "start", "anchor")
     for key in {key.split("/", 1)[1] for key in trained}:
         mean = torch.stack([trained[f"movie-{k}/{key}"] for k in range(2)]).double().mean(dim=0)
         for k in range(2):
@@ -34,16 +26,7 @@ def test_a_run_passes_its_audit_and_anchors_are_the_means(config: MakeConfig, st
                 torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), mean, atol=1e-6, rtol=1e-5)
 
 
-def test_without_a_pull_it_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
-    own = config(strategy="fedavg", personal_models=True, space="factors", ranks="4", name="own")
-    local = config(strategy="local", ranks="4", name="local")
-    folders = [run_config(one).folder for one in (own, local)]
-    exported = [sorted((folder / "adapters").rglob("adapter_model.safetensors")) for folder in folders]
-    assert len(exported[0]) == 4
-    assert [path.read_bytes() for path in exported[0]] == [path.read_bytes() for path in exported[1]]
-
-
-def test_a_strong_pull_holds_clients_nearer_to_each_other(config: MakeConfig) -> None:
+def test_a_strong_pull_holds_clients_nearer_to_each_other(config: Make) -> None:
     def spread(mu: float) -> float:
         values = {**MR_MTL, "proximal_mu": mu, "tasks": "movie", "name": f"mu-{mu}", "clip": 0}
         tensors = load_file(run_config(config(**values)).folder / "audit/round-0002/trained.safetensors")
@@ -53,7 +36,7 @@ def test_a_strong_pull_holds_clients_nearer_to_each_other(config: MakeConfig) ->
     assert spread(50.0) < 0.8 * spread(0.001)
 
 
-def test_bytes_are_those_of_fedavg(config: MakeConfig) -> None:
+def test_bytes_are_those_of_fedavg(config: Make) -> None:
     folders = [
         run_config(config(strategy=name, ranks="4", space="factors", name=name)).folder for name in ("fedavg", "mr_mtl")
     ]

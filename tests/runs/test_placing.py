@@ -1,7 +1,6 @@
 """Placing a newcomer: its sketches are those that the run would have taken, its rows are nobody else's."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,24 +9,19 @@ from safetensors.numpy import load_file
 
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.clustering.result import Clustering, assign_client
-from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import run_config
-from atlas_fl.planning.place_client import place_client
-from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.place_client import _make_client, place_client
+from atlas_fl.planning.planner import local_engine, make_plan
 from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble, load_clients
 from atlas_fl.setup.options import fingerprint_options
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 
-Make = Callable[..., Config]
 EASY = {
-    "tasks": ("sms", "trec"),
-    "fingerprint": "gradient",
-    "min_reliability": "-0.99",
-    "similarity_threshold": "-0.99",
-    "rounds": 1,
+    **{"tasks": ("sms", "trec"), "fingerprint": "gradient", "min_reliability": "-0.99"},
+    **{"similarity_threshold": "-0.99", "rounds": 1},
 }
 """Nobody is undecided, so that the nearest cluster is always named."""
 
@@ -63,10 +57,7 @@ def test_a_client_of_the_run_that_is_asked_again_has_the_sketches_of_the_run(fol
 
 
 def test_your_own_data(folder: Path, tmp_path: Path) -> None:
-    lines = [
-        "text,label",
-        *(f"what is {word}?,{index % 2}" for index, word in enumerate("abcdefghijklmnopqrstuvw")),
-    ]
+    lines = ["text,label", *(f"what is {word}?,{index % 2}" for index, word in enumerate("abcdefghijklmnopqrstuvw"))]
     (tmp_path / "own.csv").write_text("\n".join(lines))
     found = place_client(folder, task=f"own={tmp_path / 'own.csv'}", samples=10)
     assert (found.name, found.examples) == ("own-0", 10)
@@ -75,9 +66,6 @@ def test_your_own_data(folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
-    from atlas_fl.planning.place_client import _make_client
-    from atlas_fl.planning.planner import make_plan
-
     chosen = config(rounds=1, samples=200)
     held = {text for client in load_clients(chosen) for text in client.train.text}
     newcomer = _make_client(chosen, make_plan(config(rounds=1)), "movie", None)
@@ -86,9 +74,6 @@ def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
 
 
 def test_a_newcomer_goes_on_with_the_cuts_of_its_task(config: Make) -> None:
-    from atlas_fl.planning.place_client import _make_client
-    from atlas_fl.planning.planner import make_plan
-
     chosen = config(tasks=("movie_ratings",), clients_per_task=3, rating_cuts=(-1.0, 1.0), rounds=1)
     newcomer = _make_client(chosen, make_plan(chosen), "movie_ratings", None)
     assert (newcomer.name, newcomer.task.num_labels) == ("movie_ratings-3", 2)

@@ -3,7 +3,7 @@
 import mmap
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.client.optimizer import TERMS, fedprox
-from atlas_fl.config import Config, run_folder, to_toml, validate
+from atlas_fl.config import run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.export import export_client
@@ -27,12 +27,12 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import Federation
+from tests.runs.federation import Federations
+from tests.runs.finished import Make
 from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import check_same, in_threads, into
+from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.workers import check_same, check_workers, into
 
-Make = Callable[..., Config]
 EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
 INVERSE_LOSS = EXAMPLES / "inverse_loss.py"
 TERM = """
@@ -152,18 +152,16 @@ def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume
     config: Make, plugins: dict[str, str], tmp_path: Path, method: str
 ) -> None:
     settings = {**CHOSEN, **METHODS[method], "plugin": tuple(plugins.values()), "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings)).folder
-    check_same(whole, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    whole = check_workers(config, **settings)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())  # what resumes it knows nothing but the folder
     check_same(whole, resume_run(stopped.folder).folder)
     assert f'"{plugins["partition"]}#sha256=' in (whole / "config.toml").read_text()
-    labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="alone")).plan)["data"]}
+    labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="workers")).plan)["data"]}
     assert labels["movie-0"]["negative"] > labels["movie-1"]["negative"]
     sent = [row for row in rows(whole, "ledger") if row["kind"] == "report"]
-    assert {(row["direction"], row["round"]) for row in sent} == (
-        {("up", 1), ("up", 2)} if method == "by_start_loss" else set()
-    )
+    rounds = (1, 2) if method == "by_start_loss" else ()
+    assert {(row["direction"], row["round"]) for row in sent} == {("up", round) for round in rounds}
     scored: dict[Any, Any] = {
         row["client"]: row["margin"] for row in rows(whole) if row.get("split") == "test" and "margin" in row
     }
@@ -172,7 +170,7 @@ def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume
     assert tasks["movie"]["final"]["test"]["margin"] == pytest.approx(sum(scored.values()) / 2)
     assert "margin" not in tasks["trec"]["final"]["test"]
     load_plugins(())
-    assert audit_run(whole).ok
+    passing_audit(whole)
     load_plugins(())
     export_client(whole, client="movie-0", to=tmp_path / "exported")
     assert "margin" in write_report([whole]).read_text(), "a report loads no plug-in"
@@ -219,24 +217,21 @@ def test_a_method_of_ones_own_gives_the_same_bits_in_two_processes_and_after_a_k
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sites_that_name_the_plugins_train_as_in_the_simulation(
-    federation: Callable[..., Federation], plugins: dict[str, str], method: str
+    federation: Federations, plugins: dict[str, str], method: str
 ) -> None:
     fed = federation(plugin=tuple(plugins.values()), **CHOSEN, **METHODS[method], rounds=2)
-    server, port = fed.serve()
     # other places, and another order: the digests are what counts
     names = [Path(path).name for path in reversed(plugins.values())]
     shutil.copy(INVERSE_LOSS, fed.folder)
-    sites = [fed.join(name, port, "--plugin", *names) for name in fed.sites]
-    said = "".join(site.end() for site in sites)
-    assert ("filtered by --update-filter share noise=0.0001" in said) == (method == "inverse_loss")
-    server.end()
+    _, sites = fed.complete("--plugin", *names)
+    assert ("filtered by --update-filter share noise=0.0001" in "".join(sites)) == (method == "inverse_loss")
     fed.is_as_simulated()
     assert any("margin" in row for row in rows(fed.served.path))
 
 
 @pytest.mark.slow
 def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
-    federation: Callable[..., Federation], term: str, tmp_path: Path
+    federation: Federations, term: str, tmp_path: Path
 ) -> None:
     marker = tmp_path / "loaded"
     Path(term).write_text(TERM + f"open({str(marker)!r}, 'a').write('x')\n")
@@ -256,7 +251,7 @@ def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_l
 
 
 @pytest.mark.slow
-def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
+def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Federations, term: str) -> None:
     fed = federation()
     server, port = fed.serve()
     said = fed.join("movie-0", port, "--plugin", term).end(2).splitlines()[-1]
@@ -377,7 +372,7 @@ def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_mod
     settings = {"rounds": 1, "audit": True, "strategy": "ditto", "ranks": "4"}
     free = run_config(config(name="free", **settings)).folder
     held = run_config(config(name="held", update_filter=("clip=0.0005",), **settings)).folder
-    assert audit_run(held).ok
+    passing_audit(held)
     sent = read_tensors(held / TRAINED)
     changes = [
         (sent[name] - one).norm() for name, one in read_tensors(held / START).items() if name.startswith("movie-0")
@@ -403,10 +398,8 @@ def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_sil
 
 @pytest.mark.slow
 def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(config: Make, term: str) -> None:
-    with_term, without = (
-        config(name="none", rounds=1, samples=8, plugin=(term,)),
-        config(name="none", rounds=1, samples=8),
-    )
+    without = config(name="none", rounds=1, samples=8)
+    with_term = config(name="none", rounds=1, samples=8, plugin=(term,))
     points = grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,))
     (alone,) = run_all(points)
     others = grid(without, over={"strategy": ("fedavg",)}, seeds=(1,))

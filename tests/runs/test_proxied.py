@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.sessions import Session, Sessions
+from tests.runs.finished import Make
 from tests.runs.reading import rows
 from tests.runtime.conftest import Proxy
 
@@ -90,7 +91,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(shared_config: Make, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     config = shared_config(tasks=("movie", "trec"), pack_tokens=1, split="movie-0=1", rounds=2)
     with pytest.MonkeyPatch.context() as patch:
         found = Watched(config, tmp_path_factory.mktemp("fed"), patch)

@@ -6,12 +6,11 @@ One cluster serves all runs: it takes seconds to start, and so do the actors of 
 import contextlib
 import importlib.util
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
@@ -24,7 +23,8 @@ if importlib.util.find_spec("ray") is None:
 # not `importorskip`: a Ray that is there and cannot be imported has to fail
 import ray
 
-Make = Callable[..., Config]
+from tests.runs.finished import Make
+
 SECONDS = 60
 """Longest wait for the end of an actor; a quiet machine needs a fraction of one."""
 
@@ -73,14 +73,13 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
             first.send_signal(signal.SIGKILL)
             assert second.is_running()
 
-    on_ray = {**settings, "name": "ray", "workers": 2}
     with pytest.raises(ProtocolError, match=r"actor \d of 2 has ended \(.*\); start the run again") as caught:
-        run_config(config(engine="ray", **on_ray), on_event=kill)
+        run_config(config(name="ray", engine="ray", workers=2, **settings), on_event=kill)
     assert "\n" not in str(caught.value)
     assert all_have_ended()
     assert ray.is_initialized(), "a cluster that a run has found is left"
-    found = run_config(config(**{**on_ray, "workers": 1}), resume=True)
-    check_same(whole.folder, found.folder, round=2)
+    found = run_config(config(name="ray", **settings), resume=True)
+    check_same(whole.folder, found.folder)
 
 
 @pytest.mark.slow
@@ -91,6 +90,6 @@ def test_what_a_rule_asks_for_comes_back_from_actors(config: Make) -> None:
     whole = run_config(config(name="whole", **settings))
     told: list[Event] = []
     found = run_config(config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
-    check_same(whole.folder, found.folder, round=2)
+    check_same(whole.folder, found.folder)
     assert any("1 actors of" in event.text for event in told if isinstance(event, Note))
     assert all_have_ended()

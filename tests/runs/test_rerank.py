@@ -1,7 +1,6 @@
 """Ranks that change during a run: what a model computes stays, the audit sees it, and a resumed run does the same."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,22 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import unflatten_by_client
-from tests.runs.finished import FinishedRuns
-from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import passing_audit
 
-Make = Callable[..., Config]
 # Scarce bytes make the ranks follow the importance, which at this rate is another after every round.
 WORDS = {
-    "rerank": True,
-    "recluster_every": 1,
-    "eta": "0.3",
-    "adapter_bytes": 8_500,
-    "lr": "0.05",
-    "candidates": (2, 4, 6, 8),
+    **{"rerank": True, "recluster_every": 1, "eta": "0.3", "adapter_bytes": 8_500, "lr": "0.05"},
+    **{"candidates": (2, 4, 6, 8)},
 }
 
 
@@ -59,8 +51,7 @@ def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make,
                     whole = update(held[client], module)
                     torch.testing.assert_close(update(params, module), whole, atol=1e-5, rtol=1e-4)
     assert changed > grown > 0, "nothing was tested"
-    report = audit_run(folder)
-    assert report.ok, report.failures
+    report = passing_audit(folder)
     assert sum(row.check == "realigned" for row in report.rows) == 8
 
 
@@ -74,25 +65,7 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
     assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit_run(folder).failures}
 
 
-@pytest.mark.slow
-def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole", rounds=3, **WORDS))
-    parts = in_sessions(config(name="parts", rounds=3, max_rounds=1, **WORDS))
-    check_same_runs(whole.folder, parts.folder)
-    assert audit_run(parts.folder).ok
-
-
 def test_without_it_ranks_stay(config: Make) -> None:
     folder = run_config(config(**{**WORDS, "rerank": False})).folder
     assert ranks_of(folder, "plan.json") == ranks_of(folder, "plan-0002.json")
     assert not list(folder.glob("audit/*/begun.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [({"recluster_every": 0}, "--recluster-every is 0; set it to 1"), ({"aggregate_every": 2}, "no multiple of --agg")],
-)
-def test_what_contradicts_it_is_one_line(config: Make, words: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        validate(config(**{**WORDS, **words}))
-    assert "\n" not in str(error.value)

@@ -1,6 +1,6 @@
 """Runs in which every client trains a model of its own beside the shared one: Ditto, APFL, FedDPA."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,16 @@ from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.apfl import WEIGHT
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import alter_tensors, rows
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import alter_tensors, audited, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 METHODS = ("ditto", "apfl", "feddpa")
 """Those with a second model; `fedalt` has one own model beside the mean of the others."""
 PLAIN: Mapping[str, Any] = {"space": "factors", "ranks": "4", "tasks": "movie"}
@@ -57,11 +55,11 @@ def loss_of(config: Config, folder: Path, *, client: str) -> float:
 
 @pytest.mark.parametrize("strategy", METHODS)
 def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
-    config: MakeConfig, finished: FinishedRuns, strategy: str
+    config: Make, finished: FinishedRuns, strategy: str
 ) -> None:
     folder = run_config(config(**PLAIN, strategy=strategy)).folder
     fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
-    assert audit_run(folder).ok
+    passing_audit(folder)
     assert {"second", "mixed"} <= {row.check for row in audit_run(folder).rows}
     for name in ("start", "trained"):
         first, second = (load_file(one / f"audit/round-0002/{name}.safetensors") for one in (folder, fedavg))
@@ -76,27 +74,18 @@ def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
     )
 
 
-def test_without_a_pull_a_proximal_model_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
-    own = config(**PLAIN, strategy="fedavg", second_model="proximal", second_weight=0.0)
-    local = config(**PLAIN, strategy="local", name="local")
-    mine, alone = (adapters(run_config(one).folder) for one in (own, local))
-    assert len(mine) == 2
-    assert all(torch.equal(one[key], other[key]) for one, other in zip(mine, alone, strict=True) for key in one)
-
-
-def test_a_stack_that_is_all_one_s_own_is_local_training(config: MakeConfig) -> None:
+def test_a_stack_that_is_all_one_s_own_is_local_training(config: Make) -> None:
     own = config(**PLAIN, strategy="feddpa", second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
     mine, alone = (adapters(run_config(one).folder) for one in (own, local))
     for one, other in zip(mine, alone, strict=True):
         for key in (key for key in one if "lora_A" in key):
-            update, wanted = (
-                params[key.replace("lora_A", "lora_B")][:, :4] @ params[key][:4] for params in (one, other)
-            )
+            of_b = key.replace("lora_A", "lora_B")
+            update, wanted = (params[of_b][:, :4] @ params[key][:4] for params in (one, other))
             torch.testing.assert_close(update, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfig) -> None:
+def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: Make) -> None:
     def distance(weight: float) -> float:
         values = {**PLAIN, "strategy": "ditto", "second_weight": weight, "clip": 0, "name": f"pull-{weight}"}
         folder = run_config(config(**values)).folder
@@ -107,26 +96,23 @@ def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfi
     assert distance(50.0) < 0.8 * distance(0.001)
 
 
-def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: MakeConfig) -> None:
+def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: Make) -> None:
     folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt")).folder
-    assert audit_run(folder).ok
-    trained, start, anchor = (
-        load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
-    )
+    passing_audit(folder)
+    trained, start, anchor = audited(folder, 2, "trained", "start", "anchor")
     for key in {key.split("/", 1)[1] for key in trained}:
         for k in range(3):
             others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
             assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
-    last, rest = (load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("start", "anchor"))
-    key = next(key for key in last if key.startswith("movie-0/") and key.endswith("lora_A"))
+    key = next(key for key in start if key.startswith("movie-0/") and key.endswith("lora_A"))
     exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
-    assert exported.shape[0] == 2 * last[key].shape[0], "both adapters, one on the other"
-    assert rest.keys() == last.keys()
+    assert exported.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
+    assert anchor.keys() == start.keys()
 
 
 @pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
-def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: MakeConfig, strategy: str) -> None:
+def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: Make, strategy: str) -> None:
     """The gate is closed to the rest of the world, and stays so."""
     own = config(**PLAIN, strategy=strategy, second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
@@ -138,15 +124,14 @@ def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: Mak
     assert scores[0] == scores[1]
 
 
-def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> None:
+def test_a_gate_trains_at_its_client_and_costs_no_byte(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="fedalt")).folder
     fixed = run_config(config(**PLAIN, strategy="fedalt_fixed", name="fixed")).folder
-    assert audit_run(folder).ok and audit_run(fixed).ok
+    passing_audit(folder).ok and audit_run(fixed)
     assert "gate" in {row.check for row in audit_run(folder).rows}
     assert rows(folder, "ledger") == rows(fixed, "ledger")
     assert not (fixed / "audit/round-0002/gate.safetensors").exists()
-    gates, before = (load_file(folder / f"audit/round-000{number}/gate.safetensors") for number in (2, 1))
-    trained = load_file(folder / "audit/round-0002/trained.safetensors")
+    (before,), (gates, trained) = audited(folder, 1, "gate"), audited(folder, 2, "gate", "trained")
     assert gates.keys() == {key.removesuffix("A") + "gate" for key in trained if key.endswith("lora_A")}
     assert all(gate.shape == (2, trained[key.removesuffix("gate") + "A"].shape[1]) for key, gate in gates.items())
     assert not any(torch.equal(gate, before[key]) for key, gate in gates.items()), "it goes on from round to round"
@@ -154,7 +139,7 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> No
     assert not torch.equal(gates[last], gates[last.replace("movie-0/", "movie-1/")]), "each client has its own"
 
 
-def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_path: Path) -> None:
+def test_final_scores_are_those_of_the_exported_gate(config: Make, tmp_path: Path) -> None:
     """The stock classifier with the exported folder, on the client's test rows."""
     one = config(**PLAIN, strategy="fedalt", lr=0.05)
     notes: list[str] = []
@@ -171,7 +156,7 @@ def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_pat
     assert loss_of(one, exported, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
 
 
-def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
+def test_an_interpolated_model_learns_its_weight(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="apfl")).folder
     own = load_file(folder / "audit/round-0002/second.safetensors")
     weights = [float(value) for key, value in own.items() if key.endswith(WEIGHT)]
@@ -179,19 +164,19 @@ def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
     assert not any(WEIGHT in key for one in adapters(folder) for key in one)
 
 
-def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: Make, finished: FinishedRuns) -> None:
     folder = run_config(config(**PLAIN, strategy="feddpa", second_gate="input")).folder
     fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
-    assert audit_run(folder).ok
+    passing_audit(folder)
     assert {"gate", "second"} <= {row.check for row in audit_run(folder).rows}
     assert rows(folder, "ledger") == rows(fedavg, "ledger"), "no byte more"
     assert any(key.endswith("lora_gate") and value[:, :-1].any() for key, value in gated(folder, "movie-1").items())
 
 
-def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(config: MakeConfig) -> None:
+def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(config: Make) -> None:
     values = {**PLAIN, "strategy": "fedalt", "clients_per_task": 4, "attack": "scale", "attackers": "movie-1"}
     folder = run_config(config(**values)).folder
-    assert audit_run(folder).ok
+    passing_audit(folder)
     refused = {row["client"] for row in rows(folder) if row.get("event") == "refused" and row["round"] == 2}
     assert refused == {"movie-1"}
     gates = load_file(folder / "audit/round-0002/gate.safetensors")
@@ -199,14 +184,14 @@ def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(conf
     assert not gated(folder, "movie-1")[next(key for key in gated(folder, "movie-1") if "gate" in key)][:, :-1].any()
 
 
-def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: MakeConfig) -> None:
+def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="ditto", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/second.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
     assert "second" in {row.check for row in audit_run(folder).failures}
 
 
-def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: MakeConfig) -> None:
+def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="fedalt", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/gate.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
@@ -215,27 +200,3 @@ def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(con
     path.unlink()
     found = {row.detail for row in audit_run(folder).failures if row.check == "gate"}
     assert "it trained, and has no gate of its own" in found
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"strategy": "fedavg", "second_gate": "input"}, r"^--second-gate input weighs two .*; set it to stacked"),
-        ({"strategy": "fedalt", "workers": 2}, r"^--personal-models has a second set of tensors beside the model"),
-        (
-            {"strategy": "fedalt_fixed", "second_gate": "input"},
-            r"^--second-gate is input, and --strategy fedalt_fixed is .* none",
-        ),
-        ({"strategy": "ditto", "ranks": "greedy"}, r"^--second-model proximal compares A and B .* one rank for all"),
-        ({"strategy": "apfl", "second_weight": 1.5}, r"^--second-weight 1.5 is a share .*; allowed: at most 1"),
-        ({"strategy": "local", "second_model": "stacked"}, r"^--second-model stacked stands beside a shared model"),
-        ({"strategy": "feddpa", "workers": 2}, r"^--second-model stacked has a second set of tensors beside the model"),
-        (
-            {"strategy": "feddpa", "split": "movie-0=1"},
-            r"^--second-model stacked and --split movie-0=1 do not go together",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**PLAIN, **values}))

@@ -1,22 +1,20 @@
 """Simulations that are given the secrets of sites: other draws, the same bits again, and none but these on resume."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import config_hash
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.files import load_or_create_secret, secret_digest, secret_file
-from tests.runs.reading import same_tensors, state
-from tests.runs.workers import in_threads
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, same_tensors, state
+from tests.runs.workers import check_workers
 
 NAMES = ("movie-0", "movie-1", "trec-0", "trec-1")
-Make = Callable[..., Config]
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def test_a_run_with_secrets_is_another_one_resumes_with_these_alone_and_keeps_no
     resumed = resume_run(Path(cut_short.run.runs_dir) / "cut").folder
     assert same_tensors(state(whole, round=2), state(resumed, round=2))
     assert not same_tensors(state(whole, round=2), state(public, round=2))
-    assert audit_run(resumed).ok
+    passing_audit(resumed)
     written = [path.read_bytes() for path in resumed.rglob("*") if path.is_file()]
     for name in NAMES:
         text = secret_file(secrets, name).read_text()
@@ -75,9 +73,4 @@ def test_no_server_is_given_secrets(config: Make, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_draw_from_the_same_secrets(config: Make, secrets: Path) -> None:
-    values = {"strategy": "fedavg", "secrets": secrets, "dropout": 0.1, "pack_tokens": 200}
-    backends = {"alone": None, "workers": in_threads(2)}
-    alone, together = (
-        run_config(config(name=name, **values), backend=backend).folder for name, backend in backends.items()
-    )
-    assert same_tensors(state(alone, round=2), state(together, round=2))
+    check_workers(config, strategy="fedavg", secrets=secrets, dropout=0.1, pack_tokens=200)

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import make_plan
@@ -18,10 +16,9 @@ from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.reading import rows, same_tensors, state
-from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 
-Make = Callable[..., Config]
 # So small that the whole model does not fit: the runtime alone takes 427,819,008 bytes.
 SMALL = "small=memory_gb={gb},gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
 
@@ -55,7 +52,7 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     cut = run_config(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
     assert same_tensors(state(whole.folder), state(cut.folder))
     assert rows(whole.folder) == rows(cut.folder)
-    assert audit_run(cut.folder).ok
+    passing_audit(cut.folder)
     plans = [read_json(RunFolder(result.folder).plan) for result in (whole, cut)]
     for part in ("clustering", "importance", "adjacency"):
         assert plans[0][part] == plans[1][part], part
@@ -76,15 +73,6 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     assert others == {key: size for key, size in before.items() if key[0] not in clients and key[1] != "control"}
     assert cut.summary["bytes"]["by_kind"]["activation"]["up"] > 0
     assert cut.summary["bytes"]["by_kind"]["gradient"]["down"] > 0
-
-
-@pytest.mark.slow
-def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
-    settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
-    once = run_config(config(name="once", **settings))
-    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
-    check_same_runs(once.folder, parts.folder)
-    assert audit_run(parts.folder).ok
 
 
 def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(config: Make) -> None:
@@ -204,3 +192,18 @@ def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callabl
     assert {client.ranks for client in free.clients} == {(8, 8, 8)}
     assert all(client.ranks[1:] == (8, 8) for client in tight.clients)
     assert any(client.ranks[0] < 8 for client in tight.clients)
+
+
+@pytest.mark.slow
+def test_auto_is_the_run_at_the_cuts_that_it_took(config: Make) -> None:
+    gb = (most_needed(config, "2") + most_needed(config, "none")) / 2
+    settings = {"devices": ("small", "tablet_4gb"), "device": (SMALL.format(gb=gb),), "ranks": "2", "rounds": 1}
+    settings |= {"dropout": 0.1, "eval_every": 1}
+    auto = run_config(config(name="auto", split="auto", **settings))
+    cuts = {client["name"]: client["cut"] for client in read_json(auto.folder / "plan.json")["clients"]}
+    named = ",".join(f"{name}={cut}" for name, cut in cuts.items() if cut is not None)
+    assert named
+    fixed = run_config(config(name="fixed", split=named, **settings))
+    assert same_tensors(state(auto.folder, round=1), state(fixed.folder, round=1))
+    assert rows(auto.folder) == rows(fixed.folder)
+    passing_audit(auto.folder)

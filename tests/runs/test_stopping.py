@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,21 @@ import pytest
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.summary import best_rounds, histories, mean_series, should_stop
 from atlas_fl.storage import checkpoint
-from tests.runs.reading import rows, same_tensors
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors
 from tests.runs.sessions import check_same_runs, in_sessions
 
-Make = Callable[..., Config]
 STEADY = {"lr": 1e-12, "rounds": 9, "patience": 2}
 """Nothing is learned, so no score after the first is better."""
 
 DISAGREE = {
-    "fingerprint": "fisher",
-    "tasks": "trec",
-    "test_samples": 30,
-    "strategy": "local",
-    "rounds": 4,
-    "lr": 0.02,
-    "seed": 2,
-    "audit": False,
+    **{"fingerprint": "fisher", "tasks": "trec", "test_samples": 30, "strategy": "local", "rounds": 4, "lr": 0.02},
+    **{"seed": 2, "audit": False},
 }
 """A run in which test scores would choose other rounds than validation scores do."""
 
@@ -66,7 +58,7 @@ def test_a_run_that_gets_no_better_ends_cleanly(steady: Path, told: list[str]) -
     held = checkpoint.load_latest(steady / "checkpoints")[0]
     assert held is not None and (held.round, held.state["over"]) == (3, True)
     assert len(list((steady / "adapters").iterdir())) == 4
-    assert audit_run(steady).ok
+    passing_audit(steady)
 
 
 def test_everyone_has_its_newest_model_when_a_run_stops(steady: Path) -> None:
@@ -138,7 +130,7 @@ def test_what_only_last_rounds_do_is_done_when_a_run_stops(config: Make) -> None
     assert 1 < result.rounds < 8
     kept = [row["round"] for row in rows(result.folder) if row.get("event") == "kept own model"]
     assert set(kept) == {result.rounds}
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_an_audit_finds_a_run_that_should_have_stopped(copied: Path) -> None:

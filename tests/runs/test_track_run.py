@@ -1,14 +1,14 @@
 """A run that is logged elsewhere too is the same run, also where the logging fails."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config
 from atlas_fl.events import Event, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, track_run
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 
 
@@ -38,7 +38,7 @@ class Kept(Tracker):
 
 
 @pytest.mark.parametrize("until", [2, 1])
-def test_a_run_that_is_logged_ends_in_the_same_bits(image_config: Callable[..., Config], until: int) -> None:
+def test_a_run_that_is_logged_ends_in_the_same_bits(image_config: Make, until: int) -> None:
     settings = {"rounds": 2, "eval_every": 2, "clients_per_task": 2, "participation": 1, "audit": False}
     plain, logged = run_config(image_config(name="plain", **settings)), image_config(name="logged", **settings)
     kept, told = Kept(until=until), list[Event]()

@@ -1,21 +1,19 @@
 """Runs whose clients train by a stock `transformers.Trainer`: audited, same bits with workers and after a resume."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.plugins import load_plugins
-from tests.runs.federation import Federation
-from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import check_same, in_threads
+from tests.runs.federation import Federations
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.workers import check_same, check_workers
 
-Make = Callable[..., Config]
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hf_trainer.py"
 SETTINGS: Mapping[str, Any] = {
     **{"plugin": (str(EXAMPLE),), "trainer": "hf_trainer", "pack_tokens": 1, "tasks": "movie"},
@@ -33,28 +31,21 @@ def _no_plugins() -> Iterator[None]:
 def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(config: Make) -> None:
     """`atlas` mixes by what clients train on either half of their examples, which the example does too."""
     settings = {**SETTINGS, "strategy": "atlas", "ranks": "4"}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    whole = check_workers(config, **settings)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())
-    check_same(whole.folder, resume_run(stopped.folder).folder)
+    check_same(whole, resume_run(stopped.folder).folder)
     load_plugins(())
-    found = audit_run(whole.folder)
-    assert found.ok
-    assert {"loaded", "mixed", "moved"} <= {row.check for row in found.rows}
+    passing_audit(whole, "loaded", "mixed", "moved")
     own = run_config(config(name="ours", **{**settings, "trainer": "atlas"}))
-    assert not same_tensors(state(whole.folder), state(own.folder))
-    assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(own.folder)]
+    assert not same_tensors(state(whole), state(own.folder))
+    assert [set(row) for row in rows(whole)] == [set(row) for row in rows(own.folder)]
 
 
 @pytest.mark.slow
-def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[..., Federation]) -> None:
+def test_sites_train_by_the_example_as_the_simulation_does(federation: Federations) -> None:
     fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer", rounds=1)
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(EXAMPLE)) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
+    fed.complete("--plugin", str(EXAMPLE))
     fed.is_as_simulated()
 
 
@@ -73,7 +64,7 @@ def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[
 def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[str, object]) -> None:
     run = run_config(config(**{**SETTINGS, **changes}))
     assert run.complete
-    assert audit_run(run.folder).ok
+    passing_audit(run.folder)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.config import to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
@@ -29,12 +28,13 @@ from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.finished import Make
 
 NAMES = ("seed 42", "seed 7")
 
 
 @pytest.fixture(scope="module")
-def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Three clients of the digits for one round."""
     folder = tmp_path_factory.mktemp("vectors")
     base = with_values(
@@ -49,7 +49,7 @@ def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 @pytest.fixture(scope="module")
-def folders(make: Callable[..., Config]) -> list[Path]:
+def folders(make: Make) -> list[Path]:
     return [run_config(make(name=f"run-{seed}", seed=seed)).folder for seed in (42, 7)]
 
 
@@ -136,9 +136,7 @@ def test_a_run_can_be_the_base(runs: dict[str, TrainedRun], atlas: Any) -> None:
     assert code == 0 and [row[1] for row in rows] == [f"{final:.3f}"] * 2
 
 
-def test_runs_that_have_no_task_vector_are_told_in_one_line(
-    make: Callable[..., Config], folders: list[Path], atlas: Any
-) -> None:
+def test_runs_that_have_no_task_vector_are_told_in_one_line(make: Make, folders: list[Path], atlas: Any) -> None:
     home = folders[0].parent
     run_config(make(name="apart", strategy="local"))
     (home / "texts").mkdir()

@@ -6,7 +6,7 @@ Processes take seconds to import what they need, so one pair of them is real her
 import mmap
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,18 +14,15 @@ import psutil
 import pytest
 import torch
 
-from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
 from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
-from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import SETTINGS, check_same, in_threads, into
-
-Make = Callable[..., Config]
+from tests.runs.finished import Make
+from tests.runs.reading import rows
+from tests.runs.workers import SETTINGS, check_same, check_workers, in_threads, into
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +40,39 @@ def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult
     assert [step.done for step in steps if step.done == step.total] == [3] * found.rounds
 
 
-REPORTS: Mapping[str, Mapping[str, Any]] = {
+SOME: Mapping[str, Any] = {"rounds": 2, "participation": 0.75, "dropout": 0.1, "pack_tokens": 200}
+"""Some clients a round, so that what is asked for once is asked for in two rounds."""
+KINDS: Mapping[str, Mapping[str, Any]] = {
     "halves": {"strategy": "kriging", "measure_round": 1},
+    "losses of clusters": {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2},
+    "a head at the client": {"split": "movie=1,trec-0=1,trec-1=2", "head": "client", "eta": 0.3},
     "those of whole models": {
         **{"strategy": "fedpac", "trainable": "full", "lr": 1e-3, "fingerprint": "fisher", "fingerprint_steps": 60},
         **{"clusters": "auto", "sketch_dim": 1024, "fingerprint_batches": 12, "adapter_bytes": "none"},
         **{"candidates": (4, 8, 16, 32, 64)},
     },
 }
-"""What rules ask for beside updates: some clients a round, so that halves are asked for in two rounds."""
+"""What rules ask for beside updates, and what is cut."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REPORTS)
-def test_what_a_rule_asks_for_comes_back_from_workers(config: Make, kind: str) -> None:
-    settings = {"rounds": 2, **REPORTS[kind], "participation": 0.75, "dropout": 0.1, "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings))
-    found = run_config(config(name="workers", **settings), backend=in_threads(2))
-    assert rows(found.folder, "ledger") == rows(whole.folder, "ledger")
-    assert {row["kind"] for row in rows(found.folder, "ledger")} & {"halves", "features"}
-    assert same_tensors(state(whole.folder, round=2), state(found.folder, round=2))
-    assert rows(whole.folder) == rows(found.folder)
-    assert audit_run(found.folder).ok
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_asked_for_comes_back_from_workers(config: Make, kind: str) -> None:
+    sent = {row["kind"] for row in rows(check_workers(config, **SOME, **KINDS[kind]), "ledger")}
+    assert sent & {"halves", "features", "activation"} or kind == "losses of clusters"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dropout": 0.1, "crop": 1, "flip": True, "frozen_blocks": 1},
+        {"mask": "least_sensitive", "calibration_rounds": 2, "calibration_clients": 3, "calibration_examples": 8},
+    ],
+    ids=["dense", "mask"],
+)
+def test_workers_train_whole_models_of_images(image_config: Make, values: Mapping[str, Any]) -> None:
+    check_workers(image_config, **values, eval_every=1)
 
 
 @pytest.mark.slow
@@ -72,7 +80,7 @@ def test_two_processes_make_the_run_whose_rule_asks_for_more_than_updates(config
     """Class features go up and means to pull to come down."""
     settings = {"strategy": "fedpac", "rounds": 2}
     whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder)
 
 
 def children() -> list[psutil.Process]:

@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.round_costs import heaviest_step
 from atlas_fl.setup.assembly import assemble, pack_tokens
-from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +63,7 @@ def mixed(config: Make, files: Path, writer_of: Callable) -> Make:
 @pytest.mark.slow
 def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make, finished: FinishedRuns) -> None:
     result = finished(mixed())
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
     found = [row for row in rows(result.folder) if "split" in row]
     for row in found:
         writes, held_out = row["task"] != "kind", row["split"] != "train"
@@ -143,7 +139,7 @@ def test_every_fingerprint_and_average_takes_clients_without_heads(mixed: Make, 
     made = replace(made, clustering=replace(made.clustering, fingerprint=kind, clusters="2"))
     result = run_config(replace(made, mixing=replace(made.mixing, strategy=strategy, keep="best")))
     assert result.complete
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_logits_are_counted_in_memory_and_packs(mixed: Make) -> None:
