@@ -18,18 +18,10 @@ import numpy as np
 import pytest
 
 from tests.architectures import architectures_in_turn
-from tests.durations import (
-    pytest_addoption as pytest_addoption,
-)
-from tests.durations import (
-    pytest_configure as pytest_configure,
-)
-from tests.durations import (
-    pytest_runtest_makereport as pytest_runtest_makereport,
-)
-from tests.durations import (
-    pytest_runtest_setup as pytest_runtest_setup,
-)
+from tests.durations import pytest_addoption as pytest_addoption
+from tests.durations import pytest_configure as pytest_configure
+from tests.durations import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.durations import pytest_runtest_setup as pytest_runtest_setup
 from tests.examples import PROFILE, QUICK_EXAMPLES
 
 if TYPE_CHECKING:

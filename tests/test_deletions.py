@@ -34,10 +34,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"replace": 1, "rename": 2, "rmtree": 2, "touch": 1},
         "a new folder of drafts, marked folders of drafts; renames onto what it is told",
     ),
-    "runtime/transport/certificates.py": (
-        {"rename": 1},
-        "a revoked site's folder is kept under `revoked/`",
-    ),
+    "runtime/transport/certificates.py": ({"rename": 1}, "a revoked site's folder is kept under `revoked/`"),
     "storage/checkpoint.py": (
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",

@@ -14,12 +14,7 @@ from atlas_fl.client.batching import dropout_masks
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import LocalTrainer, batches, positions
-from atlas_fl.client.options import (
-    FingerprintOptions,
-    ImportanceOptions,
-    SensitivityOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.client.split_server import server_side_trainer
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
@@ -91,13 +86,7 @@ def test_who_knows_all_but_the_secret_cannot_tell_the_order_and_solves_for_no_ex
 
 
 def test_every_round_epoch_and_size_has_an_order_of_its_own_and_the_same_question_the_same() -> None:
-    questions: list[dict[str, object]] = [
-        {},
-        {"round": 2},
-        {"batch_size": 3},
-        {"max_steps": 11},
-        {"name": "b-0"},
-    ]
+    questions: list[dict[str, object]] = [{}, {"round": 2}, {"batch_size": 3}, {"max_steps": 11}, {"name": "b-0"}]
     found = [order(SECRET, **asked)[:20] for asked in questions]
     epochs = order(SECRET, epochs=2)
     found += [epochs[24:44]]

@@ -136,11 +136,7 @@ def test_who_does_not_answer_stays() -> None:
 
 @pytest.mark.parametrize(
     ("losses", "cluster", "kept"),
-    [
-        ({0: nan, 1: 0.7}, 1, {"1"}),
-        ({0: 0.7, 1: nan}, 0, {"0"}),
-        ({0: inf, 1: nan}, 0, set()),
-    ],
+    [({0: nan, 1: 0.7}, 1, {"1"}), ({0: 0.7, 1: nan}, 0, {"0"}), ({0: inf, 1: nan}, 0, set())],
 )
 def test_a_loss_that_is_no_number_never_wins_and_is_not_remembered(
     losses: dict[float, float], cluster: int, kept: set[str]

@@ -66,11 +66,7 @@ def test_bytes_by_hand() -> None:
     found = outcome()["bytes"]
     assert (found["up"], found["down"], found["total"]) == (100, 60, 160)
     assert found["by_kind"] == {"fingerprint": {"up": 40, "down": 0}, "adapter": {"up": 60, "down": 60}}
-    assert found["by_round"] == {
-        "0": {"up": 40, "down": 0},
-        "1": {"up": 30, "down": 30},
-        "2": {"up": 30, "down": 30},
-    }
+    assert found["by_round"] == {"0": {"up": 40, "down": 0}, "1": {"up": 30, "down": 30}, "2": {"up": 30, "down": 30}}
     # 3 clients in 2 rounds, the refused one included, the whole model of 1000 bytes down and up: 12,000
     expected = {"total": 12_000, "reduction": pytest.approx(1 - 160 / 12_000)}
     assert found["full_model"] == expected

@@ -409,10 +409,7 @@ def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(co
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 4}),
     "mistral of one": ("mistral", {"sliding_window": 1}),
-    "qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 3},
-    ),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 3}),
     "qwen2 upper blocks": (
         "qwen2",
         {

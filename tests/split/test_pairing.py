@@ -6,13 +6,7 @@ import pytest
 
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.rng import generator
-from atlas_fl.split.host_matching import (
-    GuestRequirement,
-    HostCapacity,
-    HostingCost,
-    HostMatch,
-    match_hosts,
-)
+from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch, match_hosts
 
 
 def guest(
