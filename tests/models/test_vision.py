@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,9 @@ Load = Callable[..., Vision]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[tuple[str, bool], Path] = {}
-
+    @cache
     def make(model_type: str = "vit", *, headless: bool = True) -> Path:
-        key = (model_type, headless)
-        if key not in made:
-            made[key] = save_tiny(tmp_path_factory.mktemp("vision"), model_type, headless=headless)
-        return made[key]
+        return save_tiny(tmp_path_factory.mktemp("vision"), model_type, headless=headless)
 
     return make
 
@@ -49,13 +46,9 @@ def images(count: int = 4, side: int = 16, *, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-def params_of(vision: Vision, *, num_labels: int = 5) -> dict[str, torch.Tensor]:
-    return {
-        **backbone_weights(vision),
-        **init_head(
-            head_shapes(as_whole(vision).family, hidden=vision.hidden, num_labels=num_labels), seed=1, group="x"
-        ),
-    }
+def params_of(vision: Vision) -> dict[str, torch.Tensor]:
+    shapes = head_shapes(as_whole(vision).family, hidden=vision.hidden, num_labels=5)
+    return {**backbone_weights(vision), **init_head(shapes, seed=1, group="x")}
 
 
 @pytest.mark.parametrize("headless", [True, False])
@@ -146,10 +139,8 @@ def test_counts_by_hand(load: Load) -> None:
     named = dict(backbone.model.named_parameters())
     assert backbone.num_parameters == embeddings + 3 * block + 64
     assert sum(named[name].numel() for name in trainable_names(as_whole(vision), frozen_blocks=1)) == 2 * block + 64
-    assert head_shapes(backbone.family, hidden=backbone.width, num_labels=5) == {
-        "head.weight": (5, 32),
-        "head.bias": (5,),
-    }
+    shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=5)
+    assert shapes == {"head.weight": (5, 32), "head.bias": (5,)}
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "dinov2_with_registers"])
@@ -231,10 +222,9 @@ def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(
 def test_wrong_models_are_one_line(
     folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    text = tmp_path / "text"
-    text.mkdir()
+    empty, text = tmp_path / "empty", tmp_path / "text"
+    for path in (empty, text):
+        path.mkdir()
     (text / "config.json").write_text(json.dumps({"model_type": "bert"}))
     (text / "preprocessor_config.json").write_text(json.dumps(processor()))
     for path in (empty, text):
