@@ -84,8 +84,8 @@ def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_
     jobs = [Job(client=spec.name, params=tiny.params(spec), round=1, options=options) for spec in specs]
     for job, update in zip(jobs, train(jobs, site), strict=True):
         leaves = {key: own.clone().requires_grad_() for key, own in sorted(job.params.items())}
-        made = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
-        more = {} if options.optimizer == "adamw" else {"momentum": 0.9, "nesterov": True}
+        is_adam = options.optimizer == "adamw"
+        made, more = (torch.optim.AdamW, {}) if is_adam else (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
         optimizer = made(leaves.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
         for batch in batches(site.data[job.client].splits["train"], job, secret=None):
             optimizer.zero_grad()
