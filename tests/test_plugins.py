@@ -57,9 +57,7 @@ def test_a_registry_holds_a_plugin_while_a_config_names_it_and_no_longer() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_takes_a_name_and_refuses_one_that_any_registry_of_these_names_has(
-    plugin: Callable[..., str], kind: str
-) -> None:
+def test_each_kind_takes_a_name_and_refuses_one_that_any_registry_of_these_names_has(plugin, kind: str) -> None:
     taken = next(iter(registered_names()[kind]), {"metric": "accuracy", "figure": "bytes"}.get(kind))
     load_plugins((plugin(f"register({kind!r}, 'entry-of-mine')(0)\n"),))
     assert "entry-of-mine" in registered_names()[kind]
@@ -250,9 +248,7 @@ def test_the_digest_of_a_module_is_of_all_files_of_its_package(tmp_path: Path, m
         load_plugins(("atlas_test_package.plugin",))
 
 
-def test_an_entry_point_is_named_by_its_name_and_loaded_only_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_is_named_by_its_name_and_loaded_only_then(tmp_path: Path, monkeypatch) -> None:
     package(tmp_path, "atlas_test_installed")
     info = tmp_path / "atlas_test_installed-1.0.dist-info"
     info.mkdir()
@@ -311,9 +307,7 @@ class Other(Method):
 """
 
 
-def test_a_knob_of_a_method_is_a_setting_of_the_run(
-    plugin: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_knob_of_a_method_is_a_setting_of_the_run(plugin, capsys: pytest.CaptureFixture[str]) -> None:
     path = plugin(KNOBS)
     config = with_values(Config(), {"plugin": [path], "strategy": "partly"})
     knobs = (), ("q=1", "kind=none"), ("kind=none", "q=1")

@@ -155,9 +155,7 @@ NOTHING_DRAWN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [name for name in ACTIONS if name not in NOTHING_DRAWN])
-def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same(
-    tiny_of, client_of, action: str
-) -> None:
+def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same(tiny_of, client_of, action) -> None:
     whole = action == "sensitivity"
     site, adapted = client_of(examples=13, **({"trainable": "full", "targets": ()} if whole else {}))
     params = full_params(tiny_of("bert"), labels=2) if whole else adapted
@@ -188,9 +186,7 @@ def test_images_are_cropped_and_mirrored_as_the_secret_says() -> None:
 
 
 @pytest.mark.parametrize("head", ["client", "server"])
-def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(
-    client_of, head: str
-) -> None:
+def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(client_of, head) -> None:
     plain, params = client_of()
     cut = Cut(blocks=1, head=head)
     job = Job(client="a-0", params=params, round=1, options=dataclasses.replace(TRAIN, dropout=0.5), cut=cut)

@@ -35,12 +35,12 @@ def test_the_term_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[1 / 3, 2 / 3], [0.0, 0.0], [0.0, 0.0]]))
 
 
+LAST = "last_layer_then_rest"
+
+
 @pytest.mark.parametrize(
     ("family", "parts"),
-    [
-        *(("bert", parts) for parts in ("all", "head_then_rest", "last_layer_then_rest")),
-        *((family, "last_layer_then_rest") for family in ("roberta", "distilbert")),
-    ],
+    [("bert", "all"), ("bert", "head_then_rest"), ("bert", LAST), ("roberta", LAST), ("distilbert", LAST)],
 )
 def test_a_round_equals_plain_torch_with_the_term_written_out(client_of, family: str, parts: str) -> None:
     site, params = client_of(family, examples=10)
@@ -66,7 +66,7 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(client_of, family:
             loss = example_loss(logits, row.labels[0]) + 0.7 * sum(pulls) / len(features)
             gradients = torch.autograd.grad(loss, list(model.values()))
         for (key, tensor), gradient in zip(model.items(), gradients, strict=True):
-            is_first = key.startswith(last if parts == "last_layer_then_rest" else "head.")
+            is_first = key.startswith(last if parts == LAST else "head.")
             if parts == "all" or is_first == (2 * done < len(steps)):
                 tensor.grad = gradient
                 each[key].step()

@@ -31,11 +31,10 @@ def federation(tiny, site_of, spec_of, kind: str, **changes: object):
         spec_of(name="b-0", labels=0, examples=8, ranks=(2, 2, 2)),
         spec_of(name="c-0", labels=2, examples=6),
     ]
-    fresh = [{k: v * 0 if k.endswith("lora_B") else v for k, v in tiny.params(spec).items()} for spec in specs]
-    jobs = [
-        Job(client=spec.name, params=params, round=0, options=options(kind, **changes))
-        for spec, params in zip(specs, fresh, strict=True)
-    ]
+    jobs = []
+    for spec in specs:
+        fresh = {key: own * 0 if key.endswith("lora_B") else own for key, own in tiny.params(spec).items()}
+        jobs.append(Job(client=spec.name, params=fresh, round=0, options=options(kind, **changes)))
     return site_of(tiny, *specs), jobs
 
 
@@ -88,9 +87,8 @@ def test_the_sketch_is_of_the_mean_or_root_mean_square_of_the_stock_gradients(ti
         for half, key in zip(passes, (FIRST, SECOND), strict=True):
             batches = [gradient for _, gradient in half]
             last = ("bert.encoder.layer.1.", "bert.encoder.layer.2.")
-            keys = [
-                n for n, g in batches[0].items() if n.startswith("classifier") or (n.startswith(last) and g.ndim == 2)
-            ]
+            matrices = [name for name, own in batches[0].items() if name.startswith(last) and own.ndim == 2]
+            keys = [*matrices, *(name for name in batches[0] if name.startswith("classifier"))]
             stacks = {n: torch.stack([batch[n].double() for batch in batches]) for n in keys}
             folded = {n: s.mean(0) if kind == "gradient" else s.square().mean(0).sqrt() for n, s in stacks.items()}
             renamed = {n.removeprefix("bert.") if n.startswith("bert.") else f"head.{n}": v for n, v in folded.items()}
@@ -160,12 +158,8 @@ def test_the_halves_share_no_example_and_leave_none_out(tiny_of, site_of, spec_o
     for half in (0, 1):
         rows = list(half_rows(jobs[0], site, half=half, count=4))
         assert [len(row.labels[0]) for row in rows] == [3, 3, 3, 3]
-        tokens = [
-            row.ids[start : stop + 1].numpy().tobytes()
-            for row in rows
-            for start, stop in zip(row.layout.starts.tolist(), row.layout.ends.tolist(), strict=True)
-        ]
-        seen.append({known.index(own) for own in tokens})
+        bounds = [(row.ids.numpy(), *ends) for row in rows for ends in zip(row.layout.starts, row.layout.ends)]
+        seen.append({known.index(ids[start : stop + 1].tobytes()) for ids, start, stop in bounds})
     assert seen == [{0, 2, 4, 6, 8, 10}, {1, 3, 5, 7, 9}]
 
 

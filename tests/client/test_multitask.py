@@ -21,10 +21,8 @@ SIZES = (11, 6, 3)
 
 def tasks(tiny, site_of, spec_of, options: TrainOptions, *, sizes=SIZES, **changes: Any) -> tuple[Site, list[Job]]:
     """Tasks of 2, 5 and 3 classes that begin with the same adapters."""
-    specs = [
-        spec_of(name=f"{name}-all", labels=labels, examples=examples)
-        for name, labels, examples in zip("cab", (2, 5, 3), sizes)
-    ]
+    kinds = zip("cab", (2, 5, 3), sizes)
+    specs = [spec_of(name=f"{name}-all", labels=labels, examples=examples) for name, labels, examples in kinds]
     jobs = []
     for spec in specs:
         params = {**tiny.params(spec), **adapters(tiny.params(specs[0]))}

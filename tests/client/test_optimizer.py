@@ -113,10 +113,9 @@ def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(client_of, cut) ->
         moved.append(sum(float((update.params[key] - params[key]).square().sum()) for key in params) ** 0.5)
     assert 1.5 * moved[2] < moved[1] < 0.8 * moved[0]
     first = dataclasses.replace(PLAIN, max_steps=1)
-    alike = [
-        train([Job(client="a-0", params=params, round=1, options=one, cut=cut)], site)[0].params
-        for one in (first, dataclasses.replace(first, proximal_mu=20.0))
-    ]
+    pair = first, dataclasses.replace(first, proximal_mu=20.0)
+    jobs = [Job(client="a-0", params=params, round=1, options=one, cut=cut) for one in pair]
+    alike = [train([job], site)[0].params for job in jobs]
     assert all(torch.equal(alike[0][key], alike[1][key]) for key in params), "at the start the term is zero"
 
 

@@ -136,9 +136,7 @@ def test_every_client_round_and_seed_draws_masks_of_its_own(client_of, change: d
     assert moved[0.3] > 1e-4
 
 
-def test_a_term_draws_for_every_client_and_round_by_itself_and_the_same_again(
-    client_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_term_draws_for_every_client_and_round_by_itself_and_the_same_again(client_of, monkeypatch) -> None:
     def noise(options, _start):
         generator = torch.Generator().manual_seed(options.seed)
         return lambda _name, value: torch.randn(value.shape, generator=generator)

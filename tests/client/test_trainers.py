@@ -69,10 +69,8 @@ def check_equals_the_packed_forward(site: Site, job: Job) -> None:
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("labels", [3, 0], ids=["classes", "numbers"])
 def test_the_models_logits_and_gradients_are_those_of_the_packed_forward(tiny, client_of, labels: int) -> None:
-    (site, params), more = (
-        client_of(tiny.name, labels=labels, pairs=True),
-        {"label_smoothing": 0.2, "prior_correction": True},
-    )
+    site, params = client_of(tiny.name, labels=labels, pairs=True)
+    more = {"label_smoothing": 0.2, "prior_correction": True}
     check_equals_the_packed_forward(site, job_of(params, **(more if labels and tiny.name == "bert" else {})))
 
 

@@ -88,9 +88,7 @@ def test_a_package_that_is_only_on_the_path_is_said(whole: Installation) -> None
     assert problem.is_needed and "make setup" in problem.remedy
 
 
-def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(
-    whole: Installation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(whole: Installation, monkeypatch) -> None:
     def fail(_: str) -> None:
         raise ImportError("libcudart.so.12:\n cannot open shared object file")
 

@@ -53,9 +53,7 @@ def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
     assert json.loads((tmp_path / "gated/labels.json").read_text()) == ["a", "b", "c"]
 
 
-def test_what_a_gated_model_writes_is_what_the_stock_model_generates(
-    writer_of, site_of, spec_of, tmp_path: Path
-) -> None:
+def test_what_a_gated_model_writes_is_what_the_stock_model_generates(writer_of, site_of, spec_of, tmp_path) -> None:
     writer, spec = writer_of("gpt2"), spec_of(name="a-0")
     site = site_of(writer, spec, scale=scale)
     params = {key: value for key, value in gated_model(writer, spec).items() if not key.startswith("head.")}
@@ -88,7 +86,6 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tiny_of, spec_of, tmp_path
         load_gated_adapter(tiny.stock(3), tmp_path)
     folder = tmp_path / "gated"
     export(gated_model(tiny, spec), folder, tiny)
-    with pytest.raises(ModelError, match=r"^the gated adapter in .* is not for this model.*; load its base"):
-        load_gated_adapter(other.stock(3), folder)
-    with pytest.raises(ModelError, match=r"is not for this model"):
-        load_gated_adapter(tiny.stock(2), folder)
+    for wrong in (other.stock(3), tiny.stock(2)):
+        with pytest.raises(ModelError, match=r"(?s)^the gated adapter in .* is not for this model.*; load its base"):
+            load_gated_adapter(wrong, folder)

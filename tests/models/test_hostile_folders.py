@@ -136,13 +136,13 @@ def test_a_tokenizers_file_100000_deep_is_one_line(bert: Path, file: str) -> Non
     assert outcome(bert)
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "chat_template.jinja"]
-)
+FILES = ("config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "chat_template.jinja")
+NO_INDEX = ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"x": 3}}', "{", '{"weight_map": {}}')
+
+
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("architecture", ["bert", "vit"])
-def test_a_pipe_or_a_device_in_the_folder_is_one_line_and_nothing_waits(
-    folder_of, architecture: str, file: str
-) -> None:
+def test_a_pipe_or_a_device_in_the_folder_is_one_line_and_nothing_waits(folder_of, architecture: str, file) -> None:
     folder = folder_of(architecture)
     for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         (folder / file).unlink(missing_ok=True)
@@ -169,9 +169,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(bert: Path, shard: str) 
     assert "which is no file beside it; give the model's own files" in outcome(bert)
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"x": 3}}', "{", '{"weight_map": {}}']
-)
+@pytest.mark.parametrize("content", NO_INDEX)
 def test_an_index_that_is_none_is_refused(bert: Path, content: str) -> None:
     (bert / "model.safetensors").unlink()
     (bert / "model.safetensors.index.json").write_text(content)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ def changed_parts(first: ModelIdentity, second: ModelIdentity) -> set[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_same_model_elsewhere_has_the_same_digests(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path], architecture: str
-) -> None:
+def test_the_same_model_elsewhere_has_the_same_digests(tiny_of, copy_of, architecture: str) -> None:
     """Also after it has cut texts, and with other notes of libraries in its config."""
     tiny, folder = tiny_of(architecture), copy_of(architecture)
     change_json(
@@ -46,18 +43,14 @@ def test_a_part_of_a_model_has_the_whole_ones_architecture_and_tokenizer(tiny_of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_another_activation_is_another_architecture(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path], architecture: str
-) -> None:
+def test_another_activation_is_another_architecture(tiny_of, copy_of, architecture: str) -> None:
     folder = copy_of(architecture)
     change_json(folder / "config.json", hidden_act="relu", activation_function="relu")
     other = model_identity(load_backbone(str(folder)))
     assert changed_parts(model_identity(tiny_of(architecture).backbone), other) == {"architecture"}
 
 
-def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path]
-) -> None:
+def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(tiny_of, copy_of) -> None:
     folder = copy_of("bert")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -68,7 +61,7 @@ def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(
     assert changed_parts(model_identity(tiny_of("bert").backbone), other) == {"tokenizer"}
 
 
-def test_one_weight_is_other_weights(tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path]) -> None:
+def test_one_weight_is_other_weights(tiny_of, copy_of) -> None:
     backbone = load_backbone(str(copy_of("bert")))
     next(backbone.model.parameters()).data[0] += 1
     assert changed_parts(model_identity(tiny_of("bert").backbone), model_identity(backbone)) == {"weights"}

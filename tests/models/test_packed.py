@@ -27,10 +27,8 @@ def test_two_clients_by_hand() -> None:
 
 def test_frozen_factors_get_no_gradient() -> None:
     factors = [torch.ones(1, 3), torch.ones(4, 1, requires_grad=True), torch.ones(2, 3), torch.ones(4, 2)]
-    out = packed_linear(
-        torch.ones(5, 3), weight=torch.ones(3, 4), bias=None, segments=TWO, scales=(2.0, 0.5), factors=factors
-    )
-    out.sum().backward()
+    layer = {"weight": torch.ones(3, 4), "bias": None, "segments": TWO, "scales": (2.0, 0.5)}
+    packed_linear(torch.ones(5, 3), factors=factors, **layer).sum().backward()
     assert factors[1].grad is not None
     assert [factor.grad for factor in (factors[0], factors[2], factors[3])] == [None, None, None]
 

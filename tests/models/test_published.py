@@ -233,7 +233,7 @@ def test_a_published_folder_writes_with_the_stock_models_output_embedding(publis
 
 
 def test_a_pooler_that_the_files_lack_is_a_part_of_the_head_and_so_trains_and_is_exported(
-    published_as, tmp_path: Path
+    published_as, tmp_path
 ) -> None:
     """The stock classifier reads the pooler, draws it and trains it; PEFT alone would freeze what it has drawn."""
     _, folder = published_as("bert masked")

@@ -46,9 +46,7 @@ WHATS = ("fingerprint fisher", "fingerprint gradient", "importance gradient", "i
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
 @pytest.mark.parametrize("name", ["bert", "qwen2"])
-def test_measured_over_the_cut_it_is_the_whole_models(
-    tiny_of, cut_client, name: str, blocks: int, head, what: str
-) -> None:
+def test_measured_over_the_cut_it_is_the_whole_models(tiny_of, cut_client, name, blocks, head, what) -> None:
     """The site holds the blocks below its cut and nothing else; a fingerprint of two blocks reaches it at cut 2."""
     action, site, job = cut_client(what, Cut(blocks=blocks, head=head), name)
     (whole,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)

@@ -75,9 +75,7 @@ def outcome(found: SearchResult) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
-    base: Config, lived: list[float], tmp_path: Path
-) -> None:
+def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(base: Config, lived, tmp_path: Path) -> None:
     whole = run_search(base, space=SPACE, trials=11)
     elsewhere = replace(base, run=replace(base.run, runs_dir=str(tmp_path / "b")))
     for rounds in (4, 1, math.inf):
@@ -158,9 +156,7 @@ def test_nothing_is_begun_with_a_mistake(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_optuna_one_line_says_what_to_install(
-    base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_optuna_one_line_says_what_to_install(base: Config, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=re.escape(install_command("search"))):
         run_search(base, space=SPACE, trials=1)
