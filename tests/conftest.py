@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,18 +19,10 @@ import numpy as np
 import pytest
 
 from tests.architectures import architectures_in_turn
-from tests.durations import (
-    pytest_addoption as pytest_addoption,
-)
-from tests.durations import (
-    pytest_configure as pytest_configure,
-)
-from tests.durations import (
-    pytest_runtest_makereport as pytest_runtest_makereport,
-)
-from tests.durations import (
-    pytest_runtest_setup as pytest_runtest_setup,
-)
+from tests.durations import pytest_addoption as pytest_addoption
+from tests.durations import pytest_configure as pytest_configure
+from tests.durations import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.durations import pytest_runtest_setup as pytest_runtest_setup
 from tests.examples import PROFILE, QUICK_EXAMPLES
 
 if TYPE_CHECKING:
@@ -46,30 +39,26 @@ hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, m
 hypothesis.settings.load_profile(PROFILE)
 
 WORDS = [f"w{i}" for i in range(40)]
+_TOKENIZER_OF = {"distilbert": "bert", "mistral": "llama"}
+"""Architectures whose tokenizer is that of another one."""
 _SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
-    "distilbert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
     "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
     "gpt2": ("<|endoftext|>",),
     "qwen2": ("<|endoftext|>", "<|im_end|>"),
     "llama": ("<unk>", "<s>", "</s>"),
-    "mistral": ("<unk>", "<s>", "</s>"),
 }
 _ROLES: dict[str, dict[str, str]] = {
     "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
-    "distilbert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
     "roberta": {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "gpt2": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     "qwen2": {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
     "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "mistral": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
 }
 _TEMPLATES = {
     "bert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
-    "distilbert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
     "llama": ("<s> $A", "<s> $A <s> $B"),
-    "mistral": ("<s> $A", "<s> $A <s> $B"),
 }
 TARGETS = {
     "bert": ("query", "value"),
@@ -170,19 +159,20 @@ def _tokenizer(architecture: str) -> Any:
 
     bytewise = architecture == "qwen2"  # transformers knows no other pieces for it
     pieces = pre_tokenizers.ByteLevel.alphabet() if bytewise else WORDS
-    vocabulary = {word: i for i, word in enumerate([*_SPECIAL[architecture], *sorted(pieces)])}
+    kind = _TOKENIZER_OF.get(architecture, architecture)
+    vocabulary = {word: i for i, word in enumerate([*_SPECIAL[kind], *sorted(pieces)])}
     if bytewise:
         core = Tokenizer(models.BPE(vocabulary, []))
     else:
-        core = Tokenizer(models.WordLevel(vocabulary, unk_token=_ROLES[architecture]["unk_token"]))
+        core = Tokenizer(models.WordLevel(vocabulary, unk_token=_ROLES[kind]["unk_token"]))
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if architecture in _TEMPLATES:
-        single, pair = _TEMPLATES[architecture]
-        specials = [(word, vocabulary[word]) for word in _SPECIAL[architecture]]
+    if kind in _TEMPLATES:
+        single, pair = _TEMPLATES[kind]
+        specials = [(word, vocabulary[word]) for word in _SPECIAL[kind]]
         core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=specials)
     # the generic class gives the texts of a pair no types, and BERT's own does
     inputs = ["input_ids", *(["token_type_ids"] if architecture == "bert" else []), "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=inputs, **_ROLES[architecture])
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=inputs, **_ROLES[kind])
 
 
 def _config(architecture: str, tokenizer: Any) -> Any:
@@ -285,6 +275,17 @@ def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny
     return tiny_of(request.param)
 
 
+@pytest.fixture
+def copy_of(tiny_of: Callable[[str], Tiny], tmp_path: Path) -> Callable[[str], Path]:
+    """A folder of an architecture's tiny model, to change."""
+
+    def get(architecture: str) -> Path:
+        folder = tmp_path / f"{architecture}-{len(list(tmp_path.iterdir()))}"
+        return Path(shutil.copytree(tiny_of(architecture).path, folder))
+
+    return get
+
+
 @pytest.fixture(scope="session")
 def spec_of() -> type[Spec]:
     """The class of clients for tests."""
@@ -328,8 +329,18 @@ def site_of() -> Callable[..., Site]:
 
     def get(tiny: Tiny, *specs: Spec, backbone: Backbone | None = None, **changes: Any) -> Site:
         data = {spec.name: _tokens(spec, tiny.backbone.tokenizer) for spec in specs}
-        usual = {"targets": tiny.targets, "scale": lambda rank: 0.5 + 1 / rank, "max_tokens": 4096}
-        usual["seed"] = 0
+        usual = {"targets": tiny.targets, "scale": lambda rank: 0.5 + 1 / rank, "max_tokens": 4096, "seed": 0}
         return Site(backbone=backbone or tiny.backbone, data=data, **usual | changes)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def client_of(tiny_of: Callable[[str], Tiny], site_of: Callable[..., Site]) -> Callable[..., Any]:
+    """A site with a client `a-0` of a tiny model, and its parameters; `changes` are of its `Spec` or of the site."""
+
+    def get(architecture: str = "bert", **changes: Any) -> tuple[Site, dict[str, torch.Tensor]]:
+        spec = Spec(name="a-0", **{key: changes.pop(key) for key in [*changes] if hasattr(Spec, key)})
+        return site_of(tiny_of(architecture), spec, **changes), tiny_of(architecture).params(spec)
 
     return get

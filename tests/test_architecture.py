@@ -6,12 +6,12 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
-import atlas_fl
+import pytest
+from packaging.requirements import Requirement
 
-ROOT = Path(atlas_fl.__file__).parent
-MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+from tests.sources import MODULES, ROOT, listed, nodes
+from tools.lock import read_pins
 
 OWNERS = {
     "transformers": "models/",
@@ -43,33 +43,23 @@ PURE = ("config/", "ranks/", "events.py", "errors.py", "experiment/sweep.py")
 
 
 @cache
-def tree_of(module: str) -> ast.Module:
-    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
-
-
-@cache
-def imported(module: str) -> frozenset[str]:
+def imported(module: str) -> set[str]:
     """The top names of all that a module imports, anywhere in it."""
-    return frozenset(_imported(module))
+    plain = {alias.name for node in nodes(MODULES[module], ast.Import) for alias in node.names}
+    parts = {node.module for node in nodes(MODULES[module], ast.ImportFrom) if node.module and not node.level}
+    return {name.split(".")[0] for name in plain | parts}
 
 
-def _imported(module: str) -> Iterator[str]:
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
+def check_not_imported(packages: set[str], modules: Iterable[str], remedy: str) -> None:
+    offenders = [f"{module} imports {package}" for module in modules for package in packages & imported(module)]
+    assert not offenders, listed(offenders, remedy)
 
 
-@cache
-def calls_in(module: str) -> set[str]:
-    """Everything that a module calls, as it is written."""
-    return {ast.unparse(node.func) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)}
-
-
-def listed(offenders: Iterable[str], remedy: str) -> str:
-    """The message of a check: what to do, then every offender on a line of its own."""
-    return "\n".join([remedy, *(f"  {offender}" for offender in offenders)])
+def check_not_called(forbidden: set[str], modules: Iterable[str], remedy: str) -> None:
+    """By everything that a module calls, as it is written."""
+    calls = {module: {ast.unparse(node.func) for node in nodes(MODULES[module], ast.Call)} for module in modules}
+    offenders = [f"{module} calls {call}" for module, own in calls.items() for call in forbidden & own]
+    assert not offenders, listed(offenders, remedy)
 
 
 def test_a_package_is_imported_in_one_place() -> None:
@@ -88,15 +78,13 @@ def test_imports_have_no_circle() -> None:
     try:
         graphlib.TopologicalSorter(needs).prepare()
     except graphlib.CycleError as error:
-        raise AssertionError(
-            listed(error.args[1], "these import each other, some inside functions; cut one:")
-        ) from None
+        pytest.fail(listed(error.args[1], "these import each other, some inside functions; cut one:"))
 
 
 def _own_imports(module: str, names: Iterable[str]) -> Iterator[str]:
     """The modules of the package that a module imports, anywhere in it."""
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atlas_fl."):
+    for node in nodes(MODULES[module], ast.ImportFrom):
+        if (node.module or "").startswith("atlas_fl."):
             home = node.module.removeprefix("atlas_fl.")
             yield from (full if (full := f"{home}.{alias.name}") in names else home for alias in node.names)
 
@@ -104,42 +92,29 @@ def _own_imports(module: str, names: Iterable[str]) -> Iterator[str]:
 def test_settings_and_ranks_know_no_tensors() -> None:
     missing = [pure for pure in PURE if not any(module.startswith(pure) for module in MODULES)]
     assert not missing, listed(missing, "no module has such a path; correct PURE:")
-    offenders = [
-        f"{module} imports {package}"
-        for module in MODULES
-        if module.startswith(PURE)
-        for package in sorted({"torch", "transformers", "safetensors"} & imported(module))
-    ]
-    assert not offenders, listed(offenders, "move what needs tensors out of these modules:")
+    pure = [module for module in MODULES if module.startswith(PURE)]
+    check_not_imported({"torch", "transformers", "safetensors"}, pure, "move what needs tensors out of these modules:")
 
 
 def test_nothing_is_pickled() -> None:
-    offenders = [
-        f"{module} imports {package}"
-        for module in MODULES
-        for package in sorted({"pickle", "shelve", "dill", "joblib"} & imported(module))
-    ]
-    assert not offenders, listed(offenders, "store tensors with safetensors and values as JSON:")
+    remedy = "store tensors with safetensors and values as JSON:"
+    check_not_imported({"pickle", "shelve", "dill", "joblib"}, MODULES, remedy)
 
 
 def test_no_seed_and_no_setting_is_global() -> None:
     forbidden = {"torch.manual_seed", "np.random.seed", "random.seed", "torch.set_default_dtype", "logging.basicConfig"}
-    offenders = [f"{module} calls {call}" for module in MODULES for call in sorted(forbidden & calls_in(module))]
-    assert not offenders, listed(offenders, "take a generator, a dtype or a logger as an argument:")
+    check_not_called(forbidden, MODULES, "take a generator, a dtype or a logger as an argument:")
 
 
 def test_only_the_command_line_prints() -> None:
-    offenders = [
-        f"{module} calls {call}"
-        for module in MODULES
-        if not module.startswith("cli/")
-        for call in sorted({"print", "sys.exit", "input"} & calls_in(module))
-    ]
-    assert not offenders, listed(offenders, "return the value, raise an error of atlas_fl.errors, or send an event:")
+    others = [module for module in MODULES if not module.startswith("cli/")]
+    remedy = "return the value, raise an error of atlas_fl.errors, or send an event:"
+    check_not_called({"print", "sys.exit", "input"}, others, remedy)
 
 
 def test_every_module_says_what_it_is() -> None:
-    offenders = [module for module in MODULES if not (ast.get_docstring(tree_of(module)) or "").strip()]
+    trees = {module: tree for module, path in MODULES.items() for tree in nodes(path, ast.Module)}
+    offenders = [module for module, tree in trees.items() if not (ast.get_docstring(tree) or "").strip()]
     assert not offenders, listed(offenders, "begin the module with a docstring that says what it holds:")
 
 
@@ -154,21 +129,12 @@ def test_nothing_is_left_to_do() -> None:
 
 
 def test_the_constraints_pin_every_dependency() -> None:
-    from packaging.requirements import Requirement
-
     project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pins = [
-        Requirement(line)
-        for line in (ROOT.parents[1] / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    ]
-    versions = {pin.name.lower().replace("_", "-"): str(pin.specifier) for pin in pins}
+    versions = read_pins(ROOT.parents[1] / "constraints.txt")
     extras = [text for extra in project["optional-dependencies"].values() for text in extra]
-    wanted = [Requirement(text) for text in project["dependencies"] + extras]
-    for requirement in wanted:
-        pin = versions[requirement.name.lower()]
-        assert requirement.specifier.contains(pin.removeprefix("==")), requirement
-    assert versions["torch"] == "==2.13.0"
+    for requirement in map(Requirement, project["dependencies"] + extras):
+        assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
+    assert versions["torch"] == "2.13.0"
 
 
 def test_no_test_of_an_extra_is_skipped_where_make_test_runs() -> None:

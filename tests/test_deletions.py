@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import atlas_fl
-
-ROOT = Path(atlas_fl.__file__).parent
+from tests.sources import MODULES, called, nodes
 
 CALLS = frozenset(
     {
@@ -34,10 +32,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"replace": 1, "rename": 2, "rmtree": 2, "touch": 1},
         "a new folder of drafts, marked folders of drafts; renames onto what it is told",
     ),
-    "runtime/transport/certificates.py": (
-        {"rename": 1},
-        "a revoked site's folder is kept under `revoked/`",
-    ),
+    "runtime/transport/certificates.py": ({"rename": 1}, "a revoked site's folder is kept under `revoked/`"),
     "storage/checkpoint.py": (
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
@@ -96,12 +91,8 @@ OWN_WRITERS = frozenset({"write_json", "write_sealed", "write_atomic", "write_pi
 
 def names_of(module: Path) -> Iterator[str]:
     """The last names of the calls in a module that delete, rename, or open a file to write."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call):
-            continue
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        whose = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    for node in nodes(module, ast.Call):
+        name, whose = called(node), ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         # with two arguments it is of a text, with names of fields of a dataclass
         is_rename = name == "replace" and whose != "" and len(node.args) == 1 and not node.keywords
         is_removal = name in ("remove", "replace", "open", "removexattr") and whose == "os"
@@ -116,26 +107,20 @@ def _writes(call: ast.Call) -> bool:
     return any(set(mode) <= set("rwxabt+") and set(mode) & set("wxa+") for mode in modes)
 
 
-def modules() -> dict[str, Path]:
-    return {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-
-
 def test_every_place_that_deletes_or_writes_over_is_named_with_its_reason() -> None:
-    found = {name: dict(Counter(names_of(path))) for name, path in modules().items()}
+    found = {name: dict(Counter(names_of(path))) for name, path in MODULES.items()}
     assert {name: calls for name, calls in found.items() if calls} == {
         name: own for name, (own, _) in ALLOWED.items()
     }, "say in ALLOWED why what a user has put there cannot go by this call, or take storage.files.set_aside"
 
 
 def test_everybody_who_replaces_files_is_named_with_the_place() -> None:
-    found = set()
-    for name, path in modules().items():
-        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in calls) and name not in (
-            "storage/files.py",
-            "storage/folder_access.py",
-        ):
-            found.add(name)
+    writers = {
+        name
+        for name, path in MODULES.items()
+        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in nodes(path, ast.Call))
+    }
+    found = writers - {"storage/files.py", "storage/folder_access.py"}
     assert found == set(WRITERS), "say in WRITERS where this writes, and why nothing of a user's lies there"
 
 

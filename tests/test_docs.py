@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.search import check_space, parse_space
 from atlas_fl.experiment.sweep import chosen_seeds, grid, parse_over
+from tests.sources import MODULES, listed, nodes
 from tools import site
 from tools.tree import MARKED, with_tree
 
@@ -36,19 +37,9 @@ PROMISED = list(range(1, 181))
 
 OTHER_FLAGS = {"--no-deps", "--editable", "--constraint", "--require-hashes", "--version"}
 """Flags of pip, and the one of `atlas` itself."""
-FLOWER_FLAGS = {
-    "--auth-supernode-private-key",
-    "--disable-runtime-dependency-installation",
-    "--enable-supernode-auth",
-    "--node-config",
-    "--root-certificates",
-    "--run-config",
-    "--ssl-ca-certfile",
-    "--ssl-certfile",
-    "--ssl-keyfile",
-    "--stream",
-    "--superlink",
-}
+FLOWER_FLAGS = {"--auth-supernode-private-key", "--disable-runtime-dependency-installation", "--enable-supernode-auth"}
+FLOWER_FLAGS |= {"--node-config", "--root-certificates", "--run-config", "--stream", "--superlink"}
+FLOWER_FLAGS |= {"--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"}
 """Flags of Flower's commands."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -58,21 +49,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 DOTTED = re.compile(r"(?:atlas_fl\.)?[a-z_]+(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"[\w./-]+\.(?:py|md|sh)|(?:src|tests|docs|benchmarks|examples)/[\w./-]*")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-FILE_NAMES = {
-    "toml",
-    "json",
-    "jsonl",
-    "txt",
-    "md",
-    "py",
-    "csv",
-    "png",
-    "safetensors",
-    "parquet",
-    "tsv",
-    "com",
-    "lock",
-} | {"js", "css", "html", "onnx"}
+FILE_NAMES = {"toml", "json", "jsonl", "txt", "md", "py", "csv", "png", "safetensors", "parquet", "tsv", "com", "lock"}
+FILE_NAMES |= {"js", "css", "html", "onnx"}
 """What follows the dot of a file and not of a module."""
 
 
@@ -83,6 +61,10 @@ def text_of(document: str) -> str:
 
 def blocks(document: str, *languages: str) -> list[str]:
     return [body for language, body in FENCE.findall(text_of(document)) if language in languages]
+
+
+def shell_blocks(document: str) -> list[str]:
+    return blocks(document, "sh", "bash", "console")
 
 
 def spans(document: str) -> list[str]:
@@ -137,22 +119,19 @@ def exists(dotted: str) -> bool:
 def modules_by_last_name() -> dict[str, list[str]]:
     """Dotted paths inside the package by the name of the module or package."""
     named: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if parts:
-            named.setdefault(parts[-1], []).append(".".join(parts))
+    for module in MODULES:
+        dotted = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        named.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
     return named
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Docstrings of the module, its classes and functions, and those that stand below fields and constants."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
+def docstrings(path: Path) -> list[str]:
+    """Docstrings of a module, its classes and functions, and those that stand below fields and constants."""
+    alone = [node.value for node in nodes(path, ast.Expr) if isinstance(node.value, ast.Constant)]
+    return [value.value for value in alone if isinstance(value.value, str)]
 
 
-def resolves(dotted: str, tree: ast.Module) -> bool:
+def resolves(dotted: str, path: Path) -> bool:
     """Whether a dotted word of a docstring is there: a name of ours, of a library, a field, a constant, a setting.
 
     A module is named from the package's root or by its own name alone.
@@ -162,13 +141,10 @@ def resolves(dotted: str, tree: ast.Module) -> bool:
         return True
     if any(exists(".".join([module, *rest])) for module in modules_by_last_name().get(first, ())):
         return True
-    nodes = list(ast.walk(tree))
-    if dotted in {node.value for node in nodes if isinstance(node, ast.Constant)}:
+    if dotted in {node.value for node in nodes(path, ast.Constant)}:
         return True
-    fields_read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    variables = {node.id for node in nodes if isinstance(node, ast.Name)} | {
-        node.arg for node in nodes if isinstance(node, ast.arg)
-    }
+    fields_read = {node.attr for node in nodes(path, ast.Attribute)}
+    variables = {node.id for node in nodes(path, ast.Name)} | {node.arg for node in nodes(path, ast.arg)}
     if first in variables and rest[0] in fields_read:
         return True
     return module_path([first]) is None and importlib.util.find_spec(first) is not None
@@ -195,7 +171,7 @@ def every_flag() -> set[str]:
 
 def command_lines(document: str) -> Iterator[list[str]]:
     """Every `atlas ...` of the shell blocks and of the spans, as words; no row `atlas name=value` of a results page."""
-    shell = "".join(blocks(document, "sh", "bash", "console")).replace("\\\n", " ")
+    shell = "".join(shell_blocks(document)).replace("\\\n", " ")
     for line in [*shell.splitlines(), *spans(document)]:
         words = re.sub(r"^\$ ", "", line.split(" # ")[0].strip()).removeprefix(".venv/bin/")
         if words.startswith("atlas ") and "=" not in words.split()[1]:
@@ -209,25 +185,19 @@ def slug(heading: str) -> str:
 
 def test_names_in_docstrings_exist() -> None:
     unknown = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        words = [span.removesuffix("()") for text in docstrings(tree) for span in SPAN.findall(text)]
+    for module, path in MODULES.items():
+        words = [span.removesuffix("()") for text in docstrings(path) for span in SPAN.findall(text)]
         dotted = [word for word in words if DOTTED.fullmatch(word) and word.rsplit(".", 1)[-1] not in FILE_NAMES]
         files = [word for word in words if re.fullmatch(r"\w+(/\w+)+\.py", word)]
-        missing = [word for word in dotted if not resolves(word, tree)]
+        missing = [word for word in dotted if not resolves(word, path)]
         missing += [file for file in files if not ((PACKAGE / file).exists() or (ROOT / file).exists())]
-        unknown += [f"{path.relative_to(PACKAGE)}: {word}" for word in missing]
+        unknown += [f"{module}: {word}" for word in missing]
     assert unknown == []
 
 
 def test_there_are_documents() -> None:
     expected = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/promises.md"}
     assert expected <= set(DOCUMENTS)
-
-
-def listed(offenders: Iterable[str], remedy: str) -> str:
-    """The message of a check: what to do, then every offender on a line of its own."""
-    return "\n".join([remedy, *(f"  {offender}" for offender in offenders)])
 
 
 def test_readme_has_the_tree_of_today() -> None:
@@ -272,7 +242,7 @@ def test_flags_exist() -> None:
     offenders = [
         f"{document}: {flag}"
         for document in DOCUMENTS
-        for text in [*spans(document), *blocks(document, "sh", "bash", "console")]
+        for text in [*spans(document), *shell_blocks(document)]
         if not text.startswith("<!--")
         for flag in FLAG.findall(text)
         if flag not in every_flag()
@@ -325,7 +295,7 @@ def test_make_targets_exist() -> None:
     offenders = [
         f"{document}: make {target}"
         for document in DOCUMENTS
-        for text in [*spans(document), *blocks(document, "sh", "bash", "console")]
+        for text in [*spans(document), *shell_blocks(document)]
         for target in re.findall(r"^(?:.*&& )?make ([a-z-]+)", text, re.MULTILINE)
         if target not in targets
     ]
@@ -375,10 +345,11 @@ def is_there(document: str, link: str) -> bool:
 
 
 def test_python_names_what_there_is() -> None:
-    snippets = [(document, body) for document in DOCUMENTS for body in blocks(document, "python")]
+    codes = [(document, body) for document in DOCUMENTS for body in blocks(document, "python")]
+    codes += [(example, text_of(example)) for example in EXAMPLES]
     offenders = [
         f"{origin}: from {node.module} import {alias.name}"
-        for origin, code in [*snippets, *((example, text_of(example)) for example in EXAMPLES)]
+        for origin, code in codes
         for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "atlas_fl"
         for alias in node.names
@@ -392,13 +363,13 @@ def test_readme_and_examples_use_the_public_api_alone(origin: str) -> None:
     codes = blocks(origin, "python") if origin.endswith(".md") else [text_of(origin)]
     assert codes
     for code in codes:
-        tree = ast.parse(code)
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "atlas_fl"]
-        assert imports, "nothing of atlas_fl is used"
-        assert {alias.name for node in imports for alias in node.names} <= set(dir(atlas_fl))
-        deeper = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-        assert not [node.module for node in deeper if str(node.module).startswith("atlas_fl.")]
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        parts = list(ast.walk(ast.parse(code)))
+        imports = [node for node in parts if isinstance(node, ast.ImportFrom)]
+        public = [alias.name for node in imports if node.module == "atlas_fl" for alias in node.names]
+        assert public, "nothing of atlas_fl is used"
+        assert set(public) <= set(dir(atlas_fl))
+        assert not [node.module for node in imports if str(node.module).startswith("atlas_fl.")]
+        for call in (node for node in parts if isinstance(node, ast.Call)):
             check_call(call)
 
 
@@ -435,12 +406,11 @@ def test_every_promise_has_a_row() -> None:
 
 
 def test_every_promise_is_kept_by_a_test_or_said_to_be_open() -> None:
-    states = {number: row.split("|")[1].strip() for number, row in promise_rows().items()}
+    rows = promise_rows()
+    states = {number: row.split("|")[1].strip() for number, row in rows.items()}
     strange = [f"{number}: {state}" for number, state in states.items() if state not in ("yes", "part", "not yet")]
     assert not strange, listed(strange, "the state of a promise is yes, part or not yet:")
-    untested = [
-        str(number) for number, row in promise_rows().items() if states[number] == "yes" and not TEST.search(row)
-    ]
+    untested = [str(number) for number, row in rows.items() if states[number] == "yes" and not TEST.search(row)]
     assert not untested, listed(untested, "a promise that is kept names its test:")
 
 

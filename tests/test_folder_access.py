@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import atlas_fl
+from tests.sources import MODULES, called, nodes
 
-ROOT = Path(atlas_fl.__file__).parent
 HOME = "storage/folder_access.py"
 
 OPENS = frozenset(
@@ -76,21 +75,16 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
 
 def opens_of(module: Path) -> Iterator[str]:
     """The calls in a module that open a file or read JSON or TOML."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call):
-            continue
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        written = ast.unparse(function)
+    for node in nodes(module, ast.Call):
+        written = ast.unparse(node.func)
         if written in READS:
             yield written
-        elif name in OPENS:
-            yield name
+        elif called(node) in OPENS:
+            yield called(node)
 
 
 def test_every_place_that_opens_a_file_by_itself_is_named_with_its_reason() -> None:
-    modules = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-    found = {name: dict(Counter(opens_of(path))) for name, path in modules.items() if name != HOME}
+    found = {name: dict(Counter(opens_of(path))) for name, path in MODULES.items() if name != HOME}
     assert {name: calls for name, calls in found.items() if calls} == {
         name: calls for name, (calls, _) in ALLOWED.items()
     }, f"open it by {HOME}, or say in ALLOWED why nobody else can have put a link or a pipe there"
@@ -98,10 +92,10 @@ def test_every_place_that_opens_a_file_by_itself_is_named_with_its_reason() -> N
 
 def test_csv_is_written_in_one_place() -> None:
     writers = [
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("csv.writer", "csv.DictWriter")
+        module
+        for module, path in MODULES.items()
+        for call in nodes(path, ast.Call)
+        if ast.unparse(call.func) in ("csv.writer", "csv.DictWriter")
     ]
     assert writers == ["report/csv_text.py"], "write CSV by report.csv_text.format_csv, which escapes formulas"
 

@@ -51,9 +51,8 @@ def test_a_wheel_without_a_file_of_the_package_is_found(name: str, altered: Call
 
 
 def test_a_wheel_with_tests_is_found(altered: Callable[..., list[str]]) -> None:
-    assert altered(with_file="tests/test_docs.py") == [
-        "the wheel has tests/test_docs.py, which is no file of the package"
-    ]
+    name = "tests/test_docs.py"
+    assert altered(with_file=name) == [f"the wheel has {name}, which is no file of the package"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +78,8 @@ def test_a_source_archive_with_runs_is_found(built: tuple[Path, Path], tmp_path:
     (folder / "runs").mkdir()
     (folder / "LICENSE").unlink()
     path = shutil.make_archive(str(tmp_path / "archive"), "gztar", tmp_path, folder.name)
-    assert list(package.archive_problems(Path(path))) == [
-        "the source archive lacks LICENSE",
-        "the source archive has runs",
-    ]
+    problems = ["the source archive lacks LICENSE", "the source archive has runs"]
+    assert list(package.archive_problems(Path(path))) == problems
 
 
 def test_the_declared_pythons_are_those_that_are_locked() -> None:
@@ -94,11 +91,8 @@ def test_the_declared_pythons_are_those_that_are_locked() -> None:
 
 def test_the_citation_has_the_facts_of_the_project() -> None:
     citation, project = yaml.safe_load(CITATION.read_text(encoding="utf-8")), package.project()
-    assert citation["cff-version"] == "1.2.0"
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert {"message", "title", "authors", "version", "license"} <= citation.keys(), "required by the schema, or of use"
-    assert citation["version"] == project["version"]
-    assert citation["license"] == project["license"]
     assert citation["abstract"] == project["description"]
-    assert citation["authors"] == project["authors"]
-    assert citation["keywords"] == project["keywords"]
-    assert citation["type"] == "software"
+    for same in ("version", "license", "authors", "keywords"):
+        assert citation[same] == project[same], same

@@ -40,11 +40,10 @@ def project() -> dict[str, object]:
 def test_every_pin_is_locked_with_hashes_and_nothing_else_is() -> None:
     names = {name for path in LOCKS for name in locked(path)}
     assert names == set(PINS)
+    entry = re.compile(r"^([\w.-]+)==(\S+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+$", re.MULTILINE)
     for path in LOCKS:
-        lines = re.findall(
-            r"^([\w.-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", path.read_text("utf-8"), re.M
-        )
-        assert {name: version for name, version, _ in lines} == {name: PINS[name] for name in locked(path)}
+        lines = entry.findall(path.read_text("utf-8"))
+        assert dict(lines) == {name: PINS[name] for name in locked(path)}
         assert len(lines) == path.read_text(encoding="utf-8").count("==")
 
 
@@ -117,9 +116,8 @@ def written_wheel(folder: Path, version: str) -> Path:
     info = f"tiny_atlas_test-{version}.dist-info"
     with ZipFile(path, "w") as archive:
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-atlas-test\nVersion: {version}\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        kind = "Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", kind)
         archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return path
 
@@ -137,9 +135,7 @@ def test_a_file_with_the_locked_hash_is_installed(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["cpu", ""])
-def test_a_build_is_taken_by_its_label_where_it_is_offered(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch, label: str
-) -> None:
+def test_a_build_is_taken_by_its_label_where_it_is_offered(wheel: Path, monkeypatch, label: str) -> None:
     files = [wheel, *([written_wheel(wheel.parent, f"1.0+{label}")] if label else [])]
     target, lock_file = wheel.parents[1] / "target", wheel.parents[1] / "lock.txt"
     hashes = "".join(f" \\\n    --hash=sha256:{sha256(file.read_bytes()).hexdigest()}" for file in files)
@@ -223,9 +219,8 @@ def test_every_wheel_of_the_version_that_a_supported_machine_can_use_is_locked()
 
 
 def test_a_source_archive_is_locked_where_there_is_no_wheel() -> None:
-    assert lock.offered_files("old", "3", [link("old-3.tar.gz"), link("old-2-py3-none-any.whl")]) == {
-        "old-3.tar.gz": "ab" * 32
-    }
+    offered = [link("old-3.tar.gz"), link("old-2-py3-none-any.whl")]
+    assert lock.offered_files("old", "3", offered) == {"old-3.tar.gz": "ab" * 32}
     with pytest.raises(SystemExit, match="offers no file of old==4"):
         lock.offered_files("old", "4", [link("old-3.tar.gz")])
 
@@ -315,9 +310,8 @@ def test_every_licence_is_known_and_no_required_one_binds_what_uses_it() -> None
 def test_the_licence_of_a_package_is_its_own_word() -> None:
     assert sbom.licence_of({"license_expression": "MIT OR Apache-2.0"}) == {"expression": "MIT OR Apache-2.0"}
     assert sbom.licence_of({"license": "Apache 2.0"}) == {"license": {"id": "Apache-2.0"}}
-    assert sbom.licence_of({"classifier": ["License :: OSI Approved :: BSD License"]}) == {
-        "license": {"name": "BSD License"}
-    }
+    classifier = "License :: OSI Approved :: BSD License"
+    assert sbom.licence_of({"classifier": [classifier]}) == {"license": {"name": "BSD License"}}
     assert sbom.licence_of({}) == {"license": {"name": sbom.NOT_STATED}}
 
 
@@ -341,15 +335,8 @@ def test_the_project_has_its_licence_is_installed_editable_and_make_lints_and_te
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
     installed = json.loads(metadata.distribution("atlas-fl").read_text("direct_url.json") or "{}")
     assert installed["dir_info"] == {"editable": True}
-    recipes = {
-        target: {line.strip() for line in lines.splitlines()}
-        for target, lines in re.findall(
-            r"^(\w+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
-        )
-    }
-    tools = {
-        f"$(BIN)/{tool}"
-        for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "python -m tools.code_lines")
-    }
-    assert recipes["lint"] == tools
-    assert any("$(PYTEST)" in line for line in recipes["unit"])
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = dict(re.findall(r"^(\w+):[^\n]*\n((?:\t[^\n]*\n)+)", makefile, re.MULTILINE))
+    tools = ("ruff check", "ruff format --check", "mypy", "lint-imports", "python -m tools.code_lines")
+    assert {line.strip() for line in recipes["lint"].splitlines()} == {f"$(BIN)/{tool}" for tool in tools}
+    assert "$(PYTEST)" in recipes["unit"]

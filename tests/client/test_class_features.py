@@ -27,11 +27,8 @@ def test_means_and_variances_by_hand() -> None:
 @pytest.mark.parametrize(
     ("family", "max_tokens"), [("bert", 4096), ("bert", 24), ("roberta", 4096), ("distilbert", 24)]
 )
-def test_features_are_what_enters_the_last_layer_of_the_head(
-    tiny_of, site_of, spec_of, family: str, max_tokens: int
-) -> None:
-    tiny, spec = tiny_of(family), spec_of(name="a-0", examples=10)
-    site, params = site_of(tiny, spec, max_tokens=max_tokens), tiny.params(spec)
+def test_features_are_what_enters_the_last_layer_of_the_head(client_of, family: str, max_tokens: int) -> None:
+    site, params = client_of(family, examples=10, max_tokens=max_tokens)
     trained = {key: tensor + 0.05 if key.endswith("lora_B") else tensor for key, tensor in params.items()}
     job = Job(client="a-0", params=trained, round=1, options=OPTIONS)
     report = ClassifierCollaboration.measure(PackReport(jobs=[job], site=site))["a-0"]
@@ -39,10 +36,8 @@ def test_features_are_what_enters_the_last_layer_of_the_head(
     last = site.backbone.family.head[-1].key
     identity = {last + "weight": torch.eye(width), last + "bias": torch.zeros(width)}
     assert identity.keys() <= trained.keys(), "the last layer of the head is linear"
-    with (
-        torch.no_grad(),
-        forward(collate_packed([data], device=site.backbone.device), [trained | identity], site) as (features,),
-    ):
+    row = collate_packed([data], device=site.backbone.device)
+    with torch.no_grad(), forward(row, [trained | identity], site) as (features,):
         for label in range(site.data["a-0"].task.num_labels):
             own = features[torch.from_numpy(data.labels) == label].double()
             assert int(report["counts"][label]) == len(own)

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +13,21 @@ from atlas_fl.client.batching import dropout_masks
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import LocalTrainer, batches, positions
-from atlas_fl.client.options import (
-    FingerprintOptions,
-    ImportanceOptions,
-    SensitivityOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.client.split_server import server_side_trainer
-from atlas_fl.models.tokenization import EncodedExamples, encode_images
+from atlas_fl.models.tokenization import encode_images
 from atlas_fl.params import digest
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
 from tests.client.full.test_text import full_params
+from tests.client.test_train import numbered
+from tests.sources import MODULES, called, nodes
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
 TRAIN = TrainOptions(seed=2, lr=1e-2, batch_size=2)
 LOOK = FingerprintOptions(kind="gradient", sketch_dim=16, train=TRAIN, batches=2, steps=2, samples=6)
-
-
-def numbered(count: int) -> EncodedExamples:
-    """Examples of one token, whose number is the example's."""
-    index = np.arange(count)
-    return EncodedExamples(ids=index, types=0 * index, offsets=np.arange(count + 1), labels=index)
 
 
 def order(secret: bytes | None, *, count: int = 24, round: int = 1, name: str = "a-0", **changes: object) -> list[int]:
@@ -79,9 +69,7 @@ def test_who_knows_all_but_the_secret_cannot_tell_the_order_and_solves_for_no_ex
         "the seed": public,
         "a simulation's secret": [order(simulated_secret(**known), round=number, batch_size=1) for number in rounds],
         "another site's secret": [order(OTHER, round=number, batch_size=1) for number in rounds],
-        "the path": [
-            generator(2, "order", "a-0", number, 0, 1, None, None, None).permutation(24).tolist() for number in rounds
-        ],
+        "the path": [generator(2, "order", "a-0", r, 0, 1, None, None, None).permutation(24).tolist() for r in rounds],
         "an earlier round": [order(SECRET, round=number + 1, batch_size=1) for number in rounds],
     }
     for what, guess in guesses.items():
@@ -91,13 +79,7 @@ def test_who_knows_all_but_the_secret_cannot_tell_the_order_and_solves_for_no_ex
 
 
 def test_every_round_epoch_and_size_has_an_order_of_its_own_and_the_same_question_the_same() -> None:
-    questions: list[dict[str, object]] = [
-        {},
-        {"round": 2},
-        {"batch_size": 3},
-        {"max_steps": 11},
-        {"name": "b-0"},
-    ]
+    questions: list[dict[str, object]] = [{}, {"round": 2}, {"batch_size": 3}, {"max_steps": 11}, {"name": "b-0"}]
     found = [order(SECRET, **asked)[:20] for asked in questions]
     epochs = order(SECRET, epochs=2)
     found += [epochs[24:44]]
@@ -173,14 +155,11 @@ NOTHING_DRAWN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [name for name in ACTIONS if name not in NOTHING_DRAWN])
-def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same(
-    tiny_of, site_of, spec_of, action: str
-) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=13)
+def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same(tiny_of, client_of, action) -> None:
     whole = action == "sensitivity"
-    site = site_of(tiny, spec, **({"trainable": "full", "targets": ()} if whole else {}))
-    params = full_params(tiny, labels=2) if whole else tiny.params(spec)
-    for options in asked_of(tiny, action):
+    site, adapted = client_of(examples=13, **({"trainable": "full", "targets": ()} if whole else {}))
+    params = full_params(tiny_of("bert"), labels=2) if whole else adapted
+    for options in asked_of(tiny_of("bert"), action):
         job = Job(client="a-0", params=params, round=1, options=options)
         found = [
             told(ACTIONS[action]([job], dataclasses.replace(site, secrets=secrets))[0])
@@ -207,13 +186,10 @@ def test_images_are_cropped_and_mirrored_as_the_secret_says() -> None:
 
 
 @pytest.mark.parametrize("head", ["client", "server"])
-def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(
-    tiny_of, site_of, spec_of, head: str
-) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
-    plain = site_of(tiny, spec)
+def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(client_of, head) -> None:
+    plain, params = client_of()
     cut = Cut(blocks=1, head=head)
-    job = Job(client="a-0", params=tiny.params(spec), round=1, options=dataclasses.replace(TRAIN, dropout=0.5), cut=cut)
+    job = Job(client="a-0", params=params, round=1, options=dataclasses.replace(TRAIN, dropout=0.5), cut=cut)
     below, above = (next(name for name in plain.modules if f".{index}." in name) for index in (0, 2))
 
     def drawn(trainer: LocalTrainer, module: str) -> str:
@@ -245,27 +221,8 @@ FOR_ALL = {
 """Where a seed that the server knows is read, beside `Draws`, by module and the function that it is given to."""
 FROM_A_DRAW = {("trainers.py", "manual_seed")}
 """Generators that begin from a number which `Draws` drew: the global ones, for a trainer of the user's."""
-DRAWING = frozenset(
-    {
-        "default_rng",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "manual_seed",
-        "derive_seed",
-        "generator",
-        "torch_generator",
-    }
-)
-
-
-def calls(module: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call))
-
-
-def name_of(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+OF_DRAWS = frozenset({"generator", "torch_generator"})
+DRAWING = OF_DRAWS | {"default_rng", "rand", "randn", "randint", "randperm", "manual_seed", "derive_seed"}
 
 
 def test_no_client_draws_anything_about_its_rows_from_what_a_server_knows() -> None:
@@ -274,14 +231,15 @@ def test_no_client_draws_anything_about_its_rows_from_what_a_server_knows() -> N
     for module in sorted(FOLDER.glob("*.py")):
         if module.name == "draws.py":
             continue
-        for call in calls(module):
+        for call in nodes(module, ast.Call):
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            place = module.name, called(call)
             if any(isinstance(value, ast.Attribute) and value.attr == "seed" for value in given):
-                readers.add((module.name, name_of(call)))
-            is_of_draws = isinstance(call.func, ast.Attribute) and name_of(call) in ("generator", "torch_generator")
-            if name_of(call) in DRAWING and not is_of_draws and (module.name, name_of(call)) not in FROM_A_DRAW:
-                drawers.add((module.name, name_of(call)))
-        imports = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.ImportFrom)]
+                readers.add(place)
+            is_of_draws = isinstance(call.func, ast.Attribute) and called(call) in OF_DRAWS
+            if called(call) in DRAWING and not is_of_draws and place not in FROM_A_DRAW:
+                drawers.add(place)
+        imports = nodes(module, ast.ImportFrom)
         taken = {name.name for node in imports if node.module == "atlas_fl.rng" for name in node.names}
         assert taken <= {"Seed"}, (module.name, taken)
     assert drawers == set()
@@ -291,11 +249,10 @@ def test_no_client_draws_anything_about_its_rows_from_what_a_server_knows() -> N
 @pytest.mark.slow
 def test_every_draw_of_a_client_is_given_its_secret() -> None:
     """None is written out where nothing of a client is drawn: no dropout, dropout above a cut, the time of a run."""
-    root = FOLDER.parent
     without = {
-        (module.relative_to(root).as_posix(), name_of(call))
-        for module in sorted(root.rglob("*.py"))
-        for call in calls(module)
+        (name, called(call))
+        for name, module in MODULES.items()
+        for call in nodes(module, ast.Call)
         if any(keyword.arg == "secret" and ast.unparse(keyword.value) == "None" for keyword in call.keywords)
     }
     assert without == {

@@ -18,21 +18,15 @@ from tests.architectures import ARCHITECTURES
 def test_scores_are_those_of_the_stock_model_on_each_example(tiny, site_of, spec_of, max_tokens: int) -> None:
     specs = [spec_of(name="a-0", labels=3, ranks=(1, 4, 2)), spec_of(name="b-0", labels=0, examples=9)]
     site = site_of(tiny, *specs, max_tokens=max_tokens)
-    jobs = [
-        Job(client=spec.name, params=tiny.params(spec), round=1, options=EvaluateOptions(split="validation"))
-        for spec in specs
-    ]
+    options = EvaluateOptions(split="validation")
+    jobs = [Job(client=spec.name, params=tiny.params(spec), round=1, options=options) for spec in specs]
     classes, values = evaluate(jobs, site)
     logits = {}
     for job in jobs:
         data, model = site.data[job.client].splits["validation"], tiny.merged(job.params, site.scale)
+        texts = [torch.from_numpy(ids)[None] for ids in np.split(data.ids, data.offsets[1:-1])]
         with torch.no_grad():
-            logits[job.client] = np.concatenate(
-                [
-                    model(input_ids=torch.from_numpy(data.ids[None, start:stop])).logits.numpy()
-                    for start, stop in zip(data.offsets[:-1], data.offsets[1:], strict=True)
-                ]
-            )
+            logits[job.client] = np.concatenate([model(input_ids=ids).logits.numpy() for ids in texts])
     labels = site.data["a-0"].splits["validation"].labels
     shares = torch.from_numpy(logits["a-0"]).double().softmax(-1).numpy()
     assert classes.metrics["loss"] == pytest.approx(log_loss(labels, shares, labels=[0, 1, 2]), rel=1e-4)
@@ -44,12 +38,8 @@ def test_scores_are_those_of_the_stock_model_on_each_example(tiny, site_of, spec
     assert values.examples == 9
 
 
-def test_each_split_is_its_own(tiny_of, site_of, spec_of) -> None:
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0")
-    site = site_of(tiny, spec)
-    jobs = [
-        Job(client="a-0", params=tiny.params(spec), round=1, options=EvaluateOptions(split=split))
-        for split in ("train", "validation", "test")
-    ]
+def test_each_split_is_its_own(client_of) -> None:
+    site, params = client_of()
+    options = [EvaluateOptions(split=split) for split in ("train", "validation", "test")]
+    jobs = [Job(client="a-0", params=params, round=1, options=each) for each in options]
     assert len({evaluate([job], site)[0].metrics["loss"] for job in jobs}) == 3

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss
 
 from atlas_fl.client.fingerprint import FIRST, SECOND, fingerprint, half_job
 from atlas_fl.client.importance import batch_gradients, half_rows
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import positions
+from atlas_fl.client.local_training import positions, train
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.models.loading import load_backbone
@@ -30,11 +31,10 @@ def federation(tiny, site_of, spec_of, kind: str, **changes: object):
         spec_of(name="b-0", labels=0, examples=8, ranks=(2, 2, 2)),
         spec_of(name="c-0", labels=2, examples=6),
     ]
-    fresh = [{k: v * 0 if k.endswith("lora_B") else v for k, v in tiny.params(spec).items()} for spec in specs]
-    jobs = [
-        Job(client=spec.name, params=params, round=0, options=options(kind, **changes))
-        for spec, params in zip(specs, fresh, strict=True)
-    ]
+    jobs = []
+    for spec in specs:
+        fresh = {key: own * 0 if key.endswith("lora_B") else own for key, own in tiny.params(spec).items()}
+        jobs.append(Job(client=spec.name, params=fresh, round=0, options=options(kind, **changes)))
     return site_of(tiny, *specs), jobs
 
 
@@ -46,23 +46,14 @@ def stock_passes(tiny, site, job: Job, half: int) -> list[tuple[float, dict[str,
         model = tiny.stock(next(reversed(heads.values())).shape[0])
         for name, value in heads.items():
             model.get_parameter(name).data.copy_(value)
-        bounds = zip(row.layout.starts.tolist(), (row.layout.ends + 1).tolist(), strict=True)
-        types = tiny.backbone.family.token_types
-        logits = torch.cat(
-            [
-                model(
-                    input_ids=row.ids[None, start:stop],
-                    **({"token_type_ids": row.types[None, start:stop]} if types else {}),
-                ).logits
-                for start, stop in bounds
-            ]
-        )
-        (labels,) = row.labels
-        loss = (
-            (logits[:, 0] - labels).square().mean()
-            if labels.is_floating_point()
-            else torch.nn.CrossEntropyLoss()(logits, labels)
-        )
+        named = {"input_ids": row.ids} | ({"token_type_ids": row.types} if tiny.backbone.family.token_types else {})
+        texts = [
+            {name: tensor[None, start : stop + 1] for name, tensor in named.items()}
+            for start, stop in zip(row.layout.starts, row.layout.ends, strict=True)
+        ]
+        logits, (labels,) = torch.cat([model(**text).logits for text in texts]), row.labels
+        numbers = labels.is_floating_point()
+        loss = mse_loss(logits[:, 0], labels) if numbers else cross_entropy(logits, labels)
         loss.backward()
         gradient = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         found.append((float(loss.detach()), gradient))
@@ -81,9 +72,7 @@ def test_batch_gradients_are_those_of_the_last_two_blocks_matrices_and_the_head(
             inside = {n.removeprefix(prefix): g for n, g in theirs.items() if n.startswith(prefix)}
             expected = {n: g for n, g in inside.items() if n.startswith(last) and n.endswith("weight") and g.ndim == 2}
             expected |= {f"head.{n}": g for n, g in theirs.items() if not n.startswith(prefix)}
-            assert mine.keys() == expected.keys()
-            for key, value in expected.items():
-                torch.testing.assert_close(mine[key], value, atol=1e-5, rtol=1e-4, msg=key)
+            torch.testing.assert_close(dict(mine), expected, atol=1e-5, rtol=1e-4)
     assert not any(parameter.requires_grad for parameter in site.backbone.model.parameters())
 
 
@@ -98,9 +87,8 @@ def test_the_sketch_is_of_the_mean_or_root_mean_square_of_the_stock_gradients(ti
         for half, key in zip(passes, (FIRST, SECOND), strict=True):
             batches = [gradient for _, gradient in half]
             last = ("bert.encoder.layer.1.", "bert.encoder.layer.2.")
-            keys = [
-                n for n, g in batches[0].items() if n.startswith("classifier") or (n.startswith(last) and g.ndim == 2)
-            ]
+            matrices = [name for name, own in batches[0].items() if name.startswith(last) and own.ndim == 2]
+            keys = [*matrices, *(name for name in batches[0] if name.startswith("classifier"))]
             stacks = {n: torch.stack([batch[n].double() for batch in batches]) for n in keys}
             folded = {n: s.mean(0) if kind == "gradient" else s.square().mean(0).sqrt() for n, s in stacks.items()}
             renamed = {n.removeprefix("bert.") if n.startswith("bert.") else f"head.{n}": v for n, v in folded.items()}
@@ -129,10 +117,9 @@ def test_sketches_are_unit_vectors_and_a_clients_own(tiny, site_of, spec_of, kin
 
 @pytest.mark.parametrize("kind", ["gradient", "fisher"])
 def test_more_blocks_make_another_sketch_and_are_the_ones_that_are_read(tiny_of, site_of, spec_of, kind) -> None:
-    tiny = tiny_of("bert")
     sketches = []
     for blocks in (1, 2, 3):
-        site, jobs = federation(tiny, site_of, spec_of, kind, blocks=blocks)
+        site, jobs = federation(tiny_of("bert"), site_of, spec_of, kind, blocks=blocks)
         sketches.append(fingerprint(jobs[:1], site)[0].params[FIRST])
         ((_, gradient),) = batch_gradients(jobs[0], site, half=0, blocks=blocks, count=1)
         assert {key.split(".")[2] for key in gradient if key.startswith("encoder.layer.")} == set("210"[:blocks])
@@ -141,10 +128,9 @@ def test_more_blocks_make_another_sketch_and_are_the_ones_that_are_read(tiny_of,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_examples_make_another_sketch_and_are_the_only_ones_used(tiny_of, site_of, spec_of, kind: str) -> None:
-    tiny = tiny_of("bert")
     found = {}
     for samples in (None, 11, 5):
-        site, jobs = federation(tiny, site_of, spec_of, kind, samples=samples)
+        site, jobs = federation(tiny_of("bert"), site_of, spec_of, kind, samples=samples)
         found[samples] = fingerprint(jobs[:1], site)[0]
     assert torch.equal(found[None].params[FIRST], found[11].params[FIRST]), "a-0 has eleven examples"
     assert not torch.allclose(found[None].params[FIRST], found[5].params[FIRST], atol=0.02)
@@ -164,8 +150,7 @@ def test_fewer_examples_make_another_sketch_and_are_the_only_ones_used(tiny_of, 
 
 
 def test_the_halves_share_no_example_and_leave_none_out(tiny_of, site_of, spec_of) -> None:
-    tiny = tiny_of("bert")
-    site, jobs = federation(tiny, site_of, spec_of, "gradient", batches=4)
+    site, jobs = federation(tiny_of("bert"), site_of, spec_of, "gradient", batches=4)
     data = site.data["a-0"].splits["train"]
     known = [data.take(np.array([i])).ids.tobytes() for i in range(len(data))]
     assert len(set(known)) == 11
@@ -173,20 +158,14 @@ def test_the_halves_share_no_example_and_leave_none_out(tiny_of, site_of, spec_o
     for half in (0, 1):
         rows = list(half_rows(jobs[0], site, half=half, count=4))
         assert [len(row.labels[0]) for row in rows] == [3, 3, 3, 3]
-        tokens = [
-            row.ids[start : stop + 1].numpy().tobytes()
-            for row in rows
-            for start, stop in zip(row.layout.starts.tolist(), row.layout.ends.tolist(), strict=True)
-        ]
-        seen.append({known.index(own) for own in tokens})
+        bounds = [(row.ids.numpy(), *ends) for row in rows for ends in zip(row.layout.starts, row.layout.ends)]
+        seen.append({known.index(ids[start : stop + 1].tobytes()) for ids, start, stop in bounds})
     assert seen == [{0, 2, 4, 6, 8, 10}, {1, 3, 5, 7, 9}]
 
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 def test_delta_trains_b_and_the_head_of_both_halves_and_answers_their_mean(tiny, site_of, spec_of) -> None:
     site, jobs = federation(tiny, site_of, spec_of, "delta", steps=3)
-    from atlas_fl.client.local_training import train
-
     for job, update in zip(jobs, fingerprint(jobs, site), strict=True):
         halves, losses = [], []
         for half in (0, 1):
@@ -211,8 +190,7 @@ def test_delta_trains_b_and_the_head_of_both_halves_and_answers_their_mean(tiny,
 def test_the_warm_up_of_a_client_ends_when_its_halves_agree_and_goes_on_for_the_others(
     tiny_of, site_of, spec_of
 ) -> None:
-    tiny = tiny_of("bert")
-    site, jobs = federation(tiny, site_of, spec_of, "delta", steps=3)
+    site, jobs = federation(tiny_of("bert"), site_of, spec_of, "delta", steps=3)
     looks = [fingerprint([job], site)[0].metrics["agreement"] for job in jobs]
     between = sorted(looks)[0] / 2 + sorted(looks)[1] / 2
     longer = [dataclasses.replace(job, options=options("delta", steps=8, reliability=between)) for job in jobs]

@@ -54,8 +54,7 @@ def test_augmented_batches_hold_the_same_images_and_draw_anew_in_every_step_and_
         assert not np.array_equal(left.pixels, right.pixels)
     again, other = drawn(epochs=2, crop=1, flip=True), drawn(2, epochs=2, crop=1, flip=True)
     assert all(np.array_equal(left.pixels, right.pixels) for left, right in zip(moved, again, strict=True))
-    orders = [own.labels.tolist() for own in other]
-    assert orders != [own.labels.tolist() for own in moved]
+    assert [own.labels.tolist() for own in other] != [own.labels.tolist() for own in moved]
 
 
 def test_counted_steps_go_on_through_as_many_passes_as_they_need() -> None:

@@ -21,12 +21,8 @@ def stock_importance(tiny, site, job: Job) -> np.ndarray:
     total = np.zeros(3)
     for row in half_rows(job, site, half=0, count=job.options.batches):
         model = tiny.merged(job.params, site.scale)
-        logits = torch.cat(
-            [
-                model(input_ids=row.ids[None, start : stop + 1]).logits
-                for start, stop in zip(row.layout.starts.tolist(), row.layout.ends.tolist(), strict=True)
-            ]
-        )
+        bounds = zip(row.layout.starts, row.layout.ends, strict=True)
+        logits = torch.cat([model(input_ids=row.ids[None, start : stop + 1]).logits for start, stop in bounds])
         torch.nn.CrossEntropyLoss()(logits, row.labels[0]).backward()
         sums, counts = np.zeros(3), np.zeros(3)
         for name in tiny.modules():
@@ -44,12 +40,10 @@ def stock_importance(tiny, site, job: Job) -> np.ndarray:
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("kind", ["gradient", "rngwp"])
-def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, site_of, spec_of, kind: str) -> None:
-    spec = spec_of(name="a-0", labels=3, examples=20)
-    site = site_of(tiny, spec)
-    job = Job(
-        client="a-0", params=tiny.params(spec), round=0, options=ImportanceOptions(kind=kind, train=TRAIN, batches=3)
-    )
+def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, client_of, kind: str) -> None:
+    site, params = client_of(tiny.name, labels=3, examples=20)
+    options = ImportanceOptions(kind=kind, train=TRAIN, batches=3)
+    job = Job(client="a-0", params=params, round=0, options=options)
     (update,) = ACTIONS["importance"]([job], site)
     found = update.params[IMPORTANCE]
     assert (found.shape, found.dtype) == ((3,), torch.float64)
@@ -60,8 +54,7 @@ def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, si
 
 @pytest.mark.parametrize("kind", ["gradient", "rngwp"])
 def test_a_block_without_adapters_has_no_importance_and_the_others_share_it(tiny_of, site_of, spec_of, kind) -> None:
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0", labels=3, examples=20)
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=20)
     options = ImportanceOptions(kind=kind, train=TRAIN, batches=1)
     zero = {key: value * (0 if key.endswith("lora_B") else 1) for key, value in tiny.params(spec).items()}
     job = Job(client="a-0", params=zero, round=0, options=options)
@@ -72,8 +65,7 @@ def test_a_block_without_adapters_has_no_importance_and_the_others_share_it(tiny
 
 
 def test_the_clients_of_a_pack_are_measured_apart(tiny_of, site_of, spec_of) -> None:
-    tiny = tiny_of("gpt2")
-    specs = [spec_of(name="a-0", labels=3), spec_of(name="b-0", labels=0)]
+    tiny, specs = tiny_of("gpt2"), [spec_of(name="a-0", labels=3), spec_of(name="b-0", labels=0)]
     site = site_of(tiny, *specs)
     options = ImportanceOptions(kind="gradient", train=TRAIN, batches=2)
     jobs = [Job(client=spec.name, params=tiny.params(spec), round=0, options=options) for spec in specs]
@@ -81,7 +73,6 @@ def test_the_clients_of_a_pack_are_measured_apart(tiny_of, site_of, spec_of) -> 
     for job, update in zip(jobs, together, strict=True):
         assert torch.equal(ACTIONS["importance"]([job], site)[0].params[IMPORTANCE], update.params[IMPORTANCE])
     assert not torch.allclose(together[0].params[IMPORTANCE], together[1].params[IMPORTANCE])
-    other = dataclasses.replace(jobs[0], options=dataclasses.replace(options, kind="rngwp"))
-    assert not torch.allclose(
-        ACTIONS["importance"]([other], site)[0].params[IMPORTANCE], together[0].params[IMPORTANCE]
-    )
+    changed = dataclasses.replace(jobs[0], options=dataclasses.replace(options, kind="rngwp"))
+    (other,) = ACTIONS["importance"]([changed], site)
+    assert not torch.allclose(other.params[IMPORTANCE], together[0].params[IMPORTANCE])

@@ -52,10 +52,10 @@ def test_what_all_texts_of_a_client_have_in_common_does_not_matter() -> None:
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("samples", [None, 7])
-def test_it_is_that_of_the_stock_models_states(tiny, site_of, spec_of, samples: int | None) -> None:
-    spec = spec_of(name="a-0", labels=3, examples=11, pairs=True)
-    site, options = site_of(tiny, spec), dataclasses.replace(OPTIONS, samples=samples)
-    job = Job(client="a-0", params=tiny.params(spec), round=0, options=options)
+def test_it_is_that_of_the_stock_models_states(tiny, client_of, samples: int | None) -> None:
+    site, params = client_of(tiny.name, labels=3, examples=11, pairs=True)
+    options = dataclasses.replace(OPTIONS, samples=samples)
+    job = Job(client="a-0", params=params, round=0, options=options)
     data = site.data["a-0"].splits["train"]
     halves = [
         positions(len(data), "a-0", dataclasses.replace(TRAIN, half=half, most=options.most(half)), secret=None)
@@ -72,9 +72,8 @@ def test_it_is_that_of_the_stock_models_states(tiny, site_of, spec_of, samples: 
         with torch.no_grad():
             rows.append(stock(**inputs, **(types if family.token_types else {})).last_hidden_state[0].mean(0))
     expected = label_covariance(torch.stack(rows), torch.from_numpy(data.labels[index]), num_labels=3)
-    np.testing.assert_allclose(
-        label_sketch(job, site).numpy(), sketch({LABELS: expected}, dim=64, seed=TRAIN.seed), atol=2e-4
-    )
+    wanted = sketch({LABELS: expected}, dim=64, seed=TRAIN.seed)
+    np.testing.assert_allclose(label_sketch(job, site).numpy(), wanted, atol=2e-4)
     # in parts as well: with room for one text at a time
     narrow = dataclasses.replace(site, max_tokens=1)
     torch.testing.assert_close(label_sketch(job, narrow), label_sketch(job, site), atol=2e-4, rtol=1e-3)
@@ -95,16 +94,13 @@ def test_it_comes_with_a_fingerprint_where_it_is_asked_for(tiny, site_of, spec_o
         assert float(update.params[LABELS].norm()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("tiny", ["bert"], indirect=True)
-def test_one_class_says_nothing_and_a_cut_client_is_not_asked(tiny, site_of, spec_of) -> None:
-    spec = spec_of(name="a-0", labels=2, examples=6)
-    site = site_of(tiny, spec)
+def test_one_class_says_nothing_and_a_cut_client_is_not_asked(client_of) -> None:
+    site, params = client_of(examples=6)
     tokens = site.data["a-0"]
     one_class = dataclasses.replace(tokens.splits["train"], labels=np.zeros(6, dtype=np.int64))
-    of_one = dataclasses.replace(
-        site, data={"a-0": dataclasses.replace(tokens, splits={**tokens.splits, "train": one_class})}
-    )
-    job = Job(client="a-0", params=tiny.params(spec), round=0, options=OPTIONS)
+    only = dataclasses.replace(tokens, splits={**tokens.splits, "train": one_class})
+    of_one = dataclasses.replace(site, data={"a-0": only})
+    job = Job(client="a-0", params=params, round=0, options=OPTIONS)
     assert not label_sketch(job, of_one).any() and label_sketch(job, site).any()
     (cut,) = fingerprint([dataclasses.replace(job, cut=Cut(blocks=1))], site)
     assert LABELS not in cut.params and FIRST in cut.params

@@ -84,8 +84,8 @@ def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_
     jobs = [Job(client=spec.name, params=tiny.params(spec), round=1, options=options) for spec in specs]
     for job, update in zip(jobs, train(jobs, site), strict=True):
         leaves = {key: own.clone().requires_grad_() for key, own in sorted(job.params.items())}
-        made = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
-        more = {} if options.optimizer == "adamw" else {"momentum": 0.9, "nesterov": True}
+        is_adam = options.optimizer == "adamw"
+        made, more = (torch.optim.AdamW, {}) if is_adam else (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
         optimizer = made(leaves.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
         for batch in batches(site.data[job.client].splits["train"], job, secret=None):
             optimizer.zero_grad()
@@ -97,15 +97,15 @@ def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_
             squares = [(leaf - job.params[key]).square().sum() for key, leaf in leaves.items()]
             (options.proximal_mu / 2 * torch.stack(squares).sum()).backward()
             optimizer.step()
-        for key, leaf in leaves.items():
-            torch.testing.assert_close(update.params[key], leaf.detach(), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            update.params, {key: own.detach() for key, own in leaves.items()}, atol=2e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("cut", [None, Cut(blocks=1), Cut(blocks=2, head="client")])
-def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(tiny_of, site_of, spec_of, cut) -> None:
+def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(client_of, cut) -> None:
     """By SGD, whose rate times mu is the share of the way back that one step goes: at 1 it goes all the way."""
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
-    site, params = site_of(tiny, spec), tiny.params(spec)
+    site, params = client_of()
     moved = []
     for mu in (0.0, 50.0, 200.0):
         options = dataclasses.replace(PLAIN, optimizer="sgd", lr=0.005, proximal_mu=mu, max_steps=6, epochs=2)
@@ -113,16 +113,15 @@ def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(tiny_of, site_of, 
         moved.append(sum(float((update.params[key] - params[key]).square().sum()) for key in params) ** 0.5)
     assert 1.5 * moved[2] < moved[1] < 0.8 * moved[0]
     first = dataclasses.replace(PLAIN, max_steps=1)
-    alike = [
-        train([Job(client="a-0", params=params, round=1, options=one, cut=cut)], site)[0].params
-        for one in (first, dataclasses.replace(first, proximal_mu=20.0))
-    ]
+    pair = first, dataclasses.replace(first, proximal_mu=20.0)
+    jobs = [Job(client="a-0", params=params, round=1, options=one, cut=cut) for one in pair]
+    alike = [train([job], site)[0].params for job in jobs]
     assert all(torch.equal(alike[0][key], alike[1][key]) for key in params), "at the start the term is zero"
 
 
 def test_with_an_anchor_the_pull_is_to_it_by_hand() -> None:
     """mu (w - a) = 2 (3 - 1) = 4 for the tensor that has one; the other is pulled to where it is now."""
-    leaves = {"w": torch.tensor([3.0], requires_grad=True), "v": torch.tensor([5.0], requires_grad=True)}
+    leaves = {"w": leaf([3.0], [0.0]), "v": leaf([5.0], [0.0])}
     options = dataclasses.replace(PLAIN, proximal_mu=2.0)
     (term,) = client_terms(options, leaves, {"w": torch.tensor([1.0])})
     assert (term("w", leaves["w"].detach()).item(), term("v", leaves["v"].detach()).item()) == (4.0, 0.0)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from atlas_fl.client.options import EvaluateOptions, ImportanceOptions, TrainOpt
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.storage.state_files import StateFiles
+from tests.client.split.test_sides import assert_same_model
 
 TRAIN = TrainOptions(seed=3, rounds=2, epochs=2, batch_size=4, lr=1e-2, dropout=0.2)
 BUDGETS = (0, 4000, 10**9)
@@ -65,25 +66,18 @@ def two_rounds(jobs: list[Job], site: Site) -> list[list[Update]]:
 def assert_same_bits(found: list[list[Update]], expected: list[list[Update]]) -> None:
     for one, other in zip(found, expected, strict=True):
         for update, same in zip(one, other, strict=True):
-            assert {k: v for k, v in update.metrics.items() if k != "seconds"} == {
-                k: v for k, v in same.metrics.items() if k != "seconds"
-            }
-            assert all(torch.equal(tensor, same.params[key]) for key, tensor in update.params.items())
+            assert_same_model(update, same)
 
 
 @contextmanager
 def counted_tokens(site: Site) -> Iterator[Counter[int]]:
     """Tokens that each block has computed, by its number."""
     counts = Counter[int]()
-    handles = [
-        block.register_forward_pre_hook(lambda _, args, at=at: counts.update({at: args[0].shape[1]}))
-        for at, block in enumerate(site.backbone.blocks)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for at, block in enumerate(site.backbone.blocks):
+            hook = block.register_forward_pre_hook(lambda _, args, at=at: counts.update({at: args[0].shape[1]}))
+            hooks.callback(hook.remove)
         yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize("tiny", ["bert", pytest.param("qwen2", marks=pytest.mark.slow)], indirect=True)
@@ -141,18 +135,16 @@ def test_what_is_kept_is_computed_once_and_the_rest_again(tiny_of, site_of, spec
 
 
 def test_states_are_those_of_stock_transformers(tiny, site_of, spec_of) -> None:
-    site, jobs = federation(tiny, site_of, spec_of)
+    site, _ = federation(tiny, site_of, spec_of)
     site = with_budget(site, 10**9)
-    order = np.array([6, 0, 3, 3])
-    for job in jobs[:1]:
-        batch = site.data[job.client].splits["train"].take(order)
-        row = make_row([batch], site)
-        assert row.prefix is not None and row.prefix_blocks == 2
-        model = getattr(tiny.stock(), tiny.stock().base_model_prefix)
-        for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-            ids = torch.from_numpy(batch.ids[None, start:stop])
-            stock = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[2]
-            torch.testing.assert_close(row.prefix[start:stop], stock[0], atol=2e-5, rtol=1e-4)
+    batch = site.data["a-0"].splits["train"].take(np.array([6, 0, 3, 3]))
+    row = make_row([batch], site)
+    assert row.prefix is not None and row.prefix_blocks == 2
+    model = tiny.stock().base_model
+    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        ids = torch.from_numpy(batch.ids[None, start:stop])
+        stock = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[2]
+        torch.testing.assert_close(row.prefix[start:stop], stock[0], atol=2e-5, rtol=1e-4)
 
 
 def test_logits_and_gradients_are_those_of_the_whole_model_in_one_row(tiny, site_of, spec_of) -> None:
@@ -196,10 +188,8 @@ def test_the_same_bits_with_all_layers_adapted(tiny_of, site_of, spec_of) -> Non
 def test_checkpointed_blocks_train_the_same_model(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("bert")
     site, jobs = federation(tiny, site_of, spec_of)
-    lean = dataclasses.replace(
-        site, first_adapted=1, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True)
-    )
     plain = dataclasses.replace(site, first_adapted=1)
+    lean = dataclasses.replace(plain, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True))
     jobs = [
         dataclasses.replace(job, params=upper(tiny.params(spec_of(name="x", labels=labels, ranks=(1, 2, 2))), plain))
         for job, labels in zip(jobs, (2, 5, 0), strict=True)

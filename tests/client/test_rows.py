@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,10 +8,8 @@ from atlas_fl.models.lora import Segment
 CPU = torch.device("cpu")
 
 
-def source(
-    client: str, *path: object, p: float = 0.25, seed: int = 1, secret: bytes | None = None, **how: Any
-) -> Dropout:
-    return Dropout(p=p, draws=Draws(client=client, seed=seed, secret=secret), path=path, **how)
+def source(client: str, *path: object, seed: int = 1) -> Dropout:
+    return Dropout(p=0.25, draws=Draws(client=client, seed=seed, secret=None), path=path)
 
 
 def test_a_mask_drops_its_share_and_keeps_the_mean() -> None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,13 +46,8 @@ def test_a_stack_computes_the_weighted_sum_of_both_updates(scale, ranks) -> None
 
 def test_an_interpolated_model_by_hand() -> None:
     """With a = .25: .25 * 8 + .75 * 4 = 5."""
-    made = combine(
-        {"w": torch.tensor([8.0]), WEIGHT: torch.tensor(0.25)},
-        {"w": torch.tensor([4.0])},
-        "interpolated",
-        weight=0.0,
-        scale=twice,
-    )
+    own, shared = {"w": torch.tensor([8.0]), WEIGHT: torch.tensor(0.25)}, {"w": torch.tensor([4.0])}
+    made = combine(own, shared, "interpolated", weight=0.0, scale=twice)
     assert {key: value.tolist() for key, value in made.items()} == {"w": [5.0]}
 
 
@@ -88,17 +84,10 @@ def test_a_gate_of_zeros_is_the_fixed_weight() -> None:
     gated = combine(own, shared, "stacked", weight=0.3, scale=twice, gate=initial_gate(own))
     fixed = combine(own, shared, "stacked", weight=0.3, scale=twice)
     x = torch.randn(7, 6, generator=torch.Generator().manual_seed(2))
+    layer = {"weight": torch.zeros(6, 5), "bias": None, "segments": (Segment(start=0, stop=7),), "scales": (2.0,)}
     outputs = [
-        packed_linear(
-            x,
-            weight=torch.zeros(6, 5),
-            bias=None,
-            segments=(Segment(start=0, stop=7),),
-            scales=(2.0,),
-            factors=(params["q.lora_A"], params["q.lora_B"]),
-            gates=(params.get("q.lora_gate"),),
-        )
-        for params in (gated, fixed)
+        packed_linear(x, factors=(own["q.lora_A"], own["q.lora_B"]), gates=(own.get("q.lora_gate"),), **layer)
+        for own in (gated, fixed)
     ]
     torch.testing.assert_close(*outputs)
 
@@ -167,12 +156,9 @@ def test_a_step_is_that_of_the_stock_model_with_the_gate_written_out(tiny_of, si
         inner.get_submodule(name).register_forward_hook(add)
     heads = {key.removeprefix("head."): leaf for key, leaf in leaves.items() if key.startswith("head.")}
     data = site.data["a-0"].splits["train"]
-    logits = [
-        torch.func.functional_call(stock, heads, kwargs={"input_ids": torch.from_numpy(data.ids[start:stop])[None]})
-        for start, stop in zip(data.offsets[:-1], data.offsets[1:], strict=True)
-    ]
-    loss = torch.nn.functional.cross_entropy(torch.cat([row.logits for row in logits]), torch.from_numpy(data.labels))
-    loss.backward()
+    texts = [torch.from_numpy(ids)[None] for ids in np.split(data.ids, data.offsets[1:-1])]
+    rows = [torch.func.functional_call(stock, heads, kwargs={"input_ids": ids}).logits for ids in texts]
+    torch.nn.functional.cross_entropy(torch.cat(rows), torch.from_numpy(data.labels)).backward()
     for key, leaf in leaves.items():
         trained = {**update.params, **update.kept["gate"]}[key]
         torch.testing.assert_close(trained, leaf.detach() - 0.1 * leaf.grad, atol=1e-5, rtol=1e-4, msg=key)

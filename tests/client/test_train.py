@@ -87,22 +87,14 @@ def test_batches_are_a_function_of_seed_client_and_round() -> None:
     assert drawn(data, max_steps=2) == first[:2]
 
 
-def test_the_halves_share_no_example_and_leave_none_out() -> None:
-    even, odd = (sorted(flat(drawn(numbered(9), half=half))) for half in (0, 1))
-    assert even == [0, 2, 4, 6, 8]
-    assert odd == [1, 3, 5, 7]
-
-
 def test_losses_by_hand() -> None:
     assert float(example_loss(torch.zeros(3, 4), torch.tensor([0, 1, 3]))) == pytest.approx(math.log(4))
     assert float(example_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 0.0]))) == pytest.approx((1 + 9) / 2)
 
 
-def test_the_schedule_runs_over_all_rounds(tiny_of, site_of, spec_of) -> None:
+def test_the_schedule_runs_over_all_rounds(client_of) -> None:
     """In the last round of a linear schedule over many, the steps are short; the first round's are long."""
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0", examples=8)
-    site, params = site_of(tiny, spec), tiny.params(spec)
+    site, params = client_of(examples=8)
     options = TrainOptions(seed=1, rounds=100, lr=1e-2, schedule="linear", batch_size=8)
     moved = []
     for number in (1, 100):
@@ -112,30 +104,25 @@ def test_the_schedule_runs_over_all_rounds(tiny_of, site_of, spec_of) -> None:
     assert moved == pytest.approx([1e-2, 1e-4], rel=1e-2)
 
 
-def test_frozen_tensors_keep_their_bits_and_the_others_move(tiny, site_of, spec_of) -> None:
-    spec = spec_of(name="a-0")
-    site, params = site_of(tiny, spec), tiny.params(spec)
+def test_frozen_tensors_keep_their_bits_and_the_others_move(tiny, client_of) -> None:
+    site, params = client_of(tiny.name)
     options = TrainOptions(seed=1, lr=1e-2, weight_decay=0.5, trained_parts="B")
     (update,) = train([Job(client="a-0", params=params, round=1, options=options)], site)
     for key, value in params.items():
         assert torch.equal(update.params[key], value) == key.endswith(".lora_A"), key
 
 
-def test_a_client_without_steps_answers_with_what_it_got(tiny_of, site_of, spec_of) -> None:
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0")
-    site, params = site_of(tiny, spec), tiny.params(spec)
+def test_a_client_without_steps_answers_with_what_it_got(client_of) -> None:
+    site, params = client_of()
     (update,) = train([Job(client="a-0", params=params, round=1, options=TrainOptions(seed=1, max_steps=0))], site)
     assert all(torch.equal(update.params[key], value) for key, value in params.items())
     assert math.isnan(update.metrics["loss"])
 
 
 @pytest.mark.parametrize("change", [{"client": "z-0"}, {"round": 2}, {"seed": 2}], ids=str)
-def test_every_client_round_and_seed_draws_masks_of_its_own(tiny_of, site_of, spec_of, change: dict) -> None:
+def test_every_client_round_and_seed_draws_masks_of_its_own(client_of, change: dict) -> None:
     """On one example nothing but the masks can tell the two apart."""
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0", examples=1)
-    site, params = site_of(tiny, spec), tiny.params(spec)
+    site, params = client_of(examples=1)
     site = dataclasses.replace(site, data={**site.data, "z-0": site.data["a-0"]})
     moved = {}
     for dropout in (0.0, 0.3):
@@ -149,23 +136,13 @@ def test_every_client_round_and_seed_draws_masks_of_its_own(tiny_of, site_of, sp
     assert moved[0.3] > 1e-4
 
 
-def test_a_term_draws_for_every_client_and_round_by_itself_and_the_same_again(
-    tiny_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def noise(options, start):
-        del start
+def test_a_term_draws_for_every_client_and_round_by_itself_and_the_same_again(client_of, monkeypatch) -> None:
+    def noise(options, _start):
         generator = torch.Generator().manual_seed(options.seed)
-
-        def gradient(name, value):
-            del name
-            return torch.randn(value.shape, generator=generator)
-
-        return gradient
+        return lambda _name, value: torch.randn(value.shape, generator=generator)
 
     monkeypatch.setitem(TERMS, "noise", noise)
-    tiny = tiny_of("bert")
-    spec = spec_of(name="a-0", examples=1)
-    site, params = site_of(tiny, spec), tiny.params(spec)
+    site, params = client_of(examples=1)
     site = dataclasses.replace(site, data={**site.data, "z-0": site.data["a-0"]})
     job = Job(client="a-0", params=params, round=1, options=TrainOptions(seed=1, rounds=2, optimizer="sgd", lr=1e-3))
     jobs = [job, job, dataclasses.replace(job, client="z-0"), dataclasses.replace(job, round=2)]

@@ -58,8 +58,7 @@ def check_equals_the_packed_forward(site: Site, job: Job) -> None:
             logits = correct_logits(logits, log_frequencies(counts))
         loss = example_loss(logits, torch.from_numpy(data.labels), smoothing=job.options.label_smoothing)
         gradients = torch.autograd.grad(loss, list(leaves.values()))
-    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(output.loss, loss, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close((output.logits, output.loss), (logits, loss), atol=1e-6, rtol=1e-6)
     assert list(model.params) == sorted(job.params)
     for (key, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5, msg=key)
@@ -69,37 +68,33 @@ def check_equals_the_packed_forward(site: Site, job: Job) -> None:
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("labels", [3, 0], ids=["classes", "numbers"])
-def test_the_models_logits_and_gradients_are_those_of_the_packed_forward(tiny, site_of, spec_of, labels: int) -> None:
-    spec, more = spec_of(name="a-0", labels=labels, pairs=True), {"label_smoothing": 0.2, "prior_correction": True}
-    job = job_of(tiny.params(spec), **(more if labels and tiny.name == "bert" else {}))
-    check_equals_the_packed_forward(site_of(tiny, spec), job)
+def test_the_models_logits_and_gradients_are_those_of_the_packed_forward(tiny, client_of, labels: int) -> None:
+    site, params = client_of(tiny.name, labels=labels, pairs=True)
+    more = {"label_smoothing": 0.2, "prior_correction": True}
+    check_equals_the_packed_forward(site, job_of(params, **(more if labels and tiny.name == "bert" else {})))
 
 
-def test_a_whole_model_is_one_too(tiny_of, site_of, spec_of) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3)
-    site = site_of(tiny, spec, trainable="full", targets=())
-    check_equals_the_packed_forward(site, job_of(full_params(tiny, labels=3)))
+def test_a_whole_model_is_one_too(tiny_of, client_of) -> None:
+    site, _ = client_of(labels=3, trainable="full", targets=())
+    check_equals_the_packed_forward(site, job_of(full_params(tiny_of("bert"), labels=3)))
 
 
 def test_the_model_is_the_stock_classifier_with_the_adapters_merged_whichever_side_is_padded(
-    tiny_of, site_of, spec_of
+    tiny_of, client_of
 ) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3)
-    site, params = site_of(tiny, spec), tiny.params(spec)
-    model, stock = ClientModel(job_of(params), site).eval(), tiny.merged(params, site.scale)
+    site, params = client_of(labels=3)
+    model, stock = ClientModel(job_of(params), site).eval(), tiny_of("bert").merged(params, site.scale)
     examples = ClientExamples(site.data["a-0"].splits["train"])
     batch = collate([examples[index] for index in range(len(examples))])
     mine, theirs = model(**batch), stock(**batch)
-    torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(mine.loss, theirs.loss, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close((mine.logits, mine.loss), (theirs.logits, theirs.loss), atol=1e-4, rtol=1e-4)
     left = {key: tensor.flip(1) if tensor.dim() == 2 else tensor for key, tensor in batch.items()}
     order = {key: left[key].clone() for key in ("input_ids", "attention_mask", "token_type_ids")}
     for row, length in enumerate(batch["attention_mask"].sum(dim=1).tolist()):
         for key in order:
             order[key][row, -length:] = batch[key][row, :length]
     assert torch.equal(model(**order).logits, mine.logits)
-    assert model(**order).loss is None
-    assert model.losses == []
+    assert model(**order).loss is None and model.losses == []
 
 
 @pytest.mark.usefixtures("example")
@@ -122,9 +117,8 @@ def test_a_step_of_sgd_of_the_example_is_ours(tiny_of, site_of, spec_of, changes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("example")
-def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=24)
-    site, params = site_of(tiny, spec), tiny.params(spec)
+def test_the_example_learns_what_ours_learns(client_of, capfd) -> None:
+    site, params = client_of(labels=3, examples=24)
     capfd.readouterr()  # what loading said
     ours, theirs = (
         train_and_report([job_of(params, trainer=name, epochs=12)], site)[0] for name in ("atlas", "hf_trainer")
@@ -137,45 +131,36 @@ def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -
 
 
 @pytest.mark.usefixtures("example")
-def test_what_does_not_train_keeps_its_bits(tiny_of, site_of, spec_of) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
-    site, params = site_of(tiny, spec), tiny.params(spec)
+def test_what_does_not_train_keeps_its_bits(client_of) -> None:
+    site, params = client_of()
     (update,) = train_and_report([job_of(params, trainer="hf_trainer", trained_parts="B", weight_decay=0.5)], site)
     for key, tensor in params.items():
         assert torch.equal(update.params[key], tensor) is key.endswith(".lora_A"), key
 
 
-def test_the_loop_gets_the_clients_own_examples_rate_and_seed(tiny_of, site_of, spec_of, loop) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=9)
-    site = site_of(tiny, spec)
+def test_the_loop_gets_the_clients_own_examples_rate_and_seed(client_of, loop) -> None:
+    site, params = client_of(examples=9)
     site = dataclasses.replace(site, data={**site.data, "b-0": site.data["a-0"]})
     told: list[ClientTraining] = []
     loop(told.append)
     changes: list[dict[str, object]] = [{}, {}, {"half": 1}, {"seed": 4}]
-    jobs = [job_of(tiny.params(spec), schedule="linear", **each) for each in changes]
+    jobs = [job_of(params, schedule="linear", **each) for each in changes]
     train_and_report([*jobs, dataclasses.replace(jobs[0], client="b-0"), dataclasses.replace(jobs[0], round=3)], site)
     seeds = [training.seed for training in told]
     assert seeds[0] == seeds[1]
-    assert len({*seeds}) == 5
-    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert len({*seeds}) == 5 and all(0 <= seed < 2**31 for seed in seeds)
     assert [len(training.examples) for training in told] == [9, 9, 4, 9, 9, 9]
-    index = positions(9, "a-0", told[2].options, secret=None)
-    assert [int(told[2].examples[k]["labels"]) for k in range(4)] == site.data["a-0"].splits["train"].labels[
-        index
-    ].tolist()
-    assert [training.lr for training in told] == [
-        learning_rate(OPTIONS, step=0, steps=4) * k for k in [0.75] * 5 + [0.5]
-    ]
+    own = site.data["a-0"].splits["train"].labels[positions(9, "a-0", told[2].options, secret=None)]
+    assert [int(told[2].examples[k]["labels"]) for k in range(4)] == own.tolist()
+    first = learning_rate(OPTIONS, step=0, steps=4)
+    assert [training.lr for training in told] == [first * share for share in [0.75] * 5 + [0.5]]
     secret = dataclasses.replace(site, secrets={"a-0": b"s" * 32})
     train_and_report([jobs[0]], secret)
     assert told[-1].seed not in seeds
 
 
-def test_a_loop_may_draw_from_the_global_generators_and_leaves_them_as_they_were(
-    tiny_of, site_of, spec_of, loop
-) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
-    site, params = site_of(tiny, spec), tiny.params(spec)
+def test_a_loop_may_draw_from_the_global_generators_and_leaves_them_as_they_were(client_of, loop) -> None:
+    site, params = client_of()
     drawn: list[tuple[float, float, float]] = []
 
     def draws(training: ClientTraining) -> float:
@@ -201,26 +186,15 @@ def half(training: ClientTraining) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "message"),
+    ("trainer", "sent", "message"),
     [
-        (
-            lambda _: {"loss": 1.0},
-            r"the trainer 'mine' returned \{'loss': 1.0\}; allowed: its mean training loss as a float",
-        ),
-        (half, r"the trainer 'mine' changed the names, shapes or types of parameters of a-0; train them in place"),
+        (lambda _: {"loss": 1.0}, (), r"'mine' returned \{'loss': 1.0\}; allowed: its mean training loss as a float"),
+        (half, (), "'mine' changed the names, shapes or types of parameters of a-0; train them in place"),
+        (lambda _: None, ("correction",), "mine trains a client's model alone, and the strategy has a correction"),
     ],
 )
-def test_what_a_loop_must_not_do_is_said_in_a_line(tiny_of, site_of, spec_of, loop, trainer, message: str) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
+def test_what_a_loop_must_not_do_or_cannot_take_is_said_in_a_line(client_of, loop, trainer, sent, message: str) -> None:
+    site, params = client_of()
     loop(trainer)
     with pytest.raises(ConfigError, match=message):
-        train_and_report([job_of(tiny.params(spec))], site_of(tiny, spec))
-
-
-def test_what_a_strategy_sends_beside_the_model_is_not_dropped_in_silence(tiny_of, site_of, spec_of, loop) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
-    params = tiny.params(spec)
-    loop(lambda _: None)
-    job = dataclasses.replace(job_of(params), sent={"correction": params})
-    with pytest.raises(ConfigError, match="--trainer mine trains a client's model alone, and the strategy has a corr"):
-        train_and_report([job], site_of(tiny, spec))
+        train_and_report([dataclasses.replace(job_of(params), sent=dict.fromkeys(sent, params))], site)

@@ -9,14 +9,9 @@ PLAN = {"data": [{"client": "c-0", "task": "c", "labels": {"cat": 3, "dog": 1, "
 
 
 def rows(*counts: tuple[list[int], list[int]], round: int = 2) -> list[dict[str, object]]:
+    common = {"round": round, "task": "c", "split": "test"}
     return [
-        {
-            "round": round,
-            "client": f"c-{index}",
-            "task": "c",
-            "split": "test",
-            "classes": {"hits": hits, "examples": examples},
-        }
+        {**common, "client": f"c-{index}", "classes": {"hits": hits, "examples": examples}}
         for index, (hits, examples) in enumerate(counts)
     ]
 

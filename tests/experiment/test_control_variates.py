@@ -38,22 +38,25 @@ def test_who_is_alone_is_not_corrected():
 def test_a_parameter_without_a_control_has_a_correction_of_zero():
     """A client whose task nobody has trained yet is sent corrections of adapters alone."""
     leaves = {name: torch.zeros(2).requires_grad_() for name in ("q.lora_A", "head.w")}
-    options = TrainOptions(seed=0, clip=0.0)
-    transform = gradient_chain(
-        leaves, options, LossScale(enabled=False), correction={"q.lora_A": torch.tensor([1.0, 2.0])}
-    )
+    correction = {"q.lora_A": torch.tensor([1.0, 2.0])}
+    transform = gradient_chain(leaves, PLAIN, LossScale(enabled=False), correction=correction)
     for leaf in leaves.values():
         leaf.grad = torch.tensor([0.5, 0.5])
     assert transform(leaves, None)
     assert {name: leaf.grad.tolist() for name, leaf in leaves.items()} == {"q.lora_A": [1.5, 2.5], "head.w": [0.5, 0.5]}
 
 
-def train(start, target, correction, *, options, steps):
+PLAIN = TrainOptions(seed=0, lr=0.1, optimizer="sgd", clip=0.0)
+TARGETS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([-3.0, 0.5])}
+STEPS = {"a": 3, "b": 8}
+
+
+def train(start, target, correction, *, steps):
     """(w, control) of a client with the loss 1/2 || w - target ||^2 through the chain and optimizer of every client."""
     leaves = {"w": start.clone().requires_grad_()}
     mean = GradientMean()
-    transform = gradient_chain(leaves, options, LossScale(enabled=False), correction=correction, mean=mean)
-    optimizer = make_optimizer(leaves, options)
+    transform = gradient_chain(leaves, PLAIN, LossScale(enabled=False), correction=correction, mean=mean)
+    optimizer = make_optimizer(leaves, PLAIN)
     for _ in range(steps):
         leaves["w"].grad = (leaves["w"] - target).detach()
         transform(leaves, None)
@@ -61,28 +64,26 @@ def train(start, target, correction, *, options, steps):
     return leaves["w"].detach(), mean.mean()
 
 
+def one_round(x, controls, *, corrected=True):
+    """The mean of the models, and the controls, after both clients have trained."""
+    sent = corrections(controls, dict.fromkeys(TARGETS, "t"), list(TARGETS)) if corrected else {}
+    done = {name: train(x, own, sent.get(name, {}), steps=STEPS[name]) for name, own in TARGETS.items()}
+    mean = torch.stack([model for model, _ in done.values()]).mean(0)
+    return mean, {name: control for name, (_, control) in done.items()}
+
+
 def test_rounds_equal_option_ii_of_the_paper():
     """Two clients with other optima and numbers of steps, five rounds, against the equations of algorithm 1."""
-    rate, steps = 0.1, {"a": 3, "b": 8}
-    targets = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([-3.0, 0.5])}
-    options = TrainOptions(seed=0, lr=rate, optimizer="sgd", clip=0.0)
     x, controls = torch.zeros(2), {}
-    paper_x, paper_c, paper_own = np.zeros(2), np.zeros(2), {name: np.zeros(2) for name in targets}
+    paper_x, paper_c, paper_own = np.zeros(2), np.zeros(2), {name: np.zeros(2) for name in TARGETS}
     for _ in range(5):
-        sent = corrections(controls, dict.fromkeys(targets, "t"), list(targets))
-        done = {
-            name: train(x, target, sent.get(name, {}), options=options, steps=steps[name])
-            for name, target in targets.items()
-        }
-        x = torch.stack([model for model, _ in done.values()]).mean(0)
-        controls = {name: control for name, (_, control) in done.items()}
-
+        x, controls = one_round(x, controls)
         moved, changed = [], []
-        for name, target in targets.items():
+        for name, target in TARGETS.items():
             y = paper_x.copy()
-            for _ in range(steps[name]):
-                y -= rate * ((y - target.numpy()) - paper_own[name] + paper_c)
-            new = paper_own[name] - paper_c + (paper_x - y) / (steps[name] * rate)
+            for _ in range(STEPS[name]):
+                y -= PLAIN.lr * ((y - target.numpy()) - paper_own[name] + paper_c)
+            new = paper_own[name] - paper_c + (paper_x - y) / (STEPS[name] * PLAIN.lr)
             moved.append(y - paper_x)
             changed.append(new - paper_own[name])
             paper_own[name] = new
@@ -93,19 +94,11 @@ def test_rounds_equal_option_ii_of_the_paper():
 
 def test_it_ends_at_the_optimum_of_all_where_fedavg_does_not():
     """The mean loss has its least value at (-1, -.75); averages of 3 and 8 steps lean to the client with more."""
-    targets = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([-3.0, 0.5])}
-    options = TrainOptions(seed=0, lr=0.1, optimizer="sgd", clip=0.0)
     ends = {}
     for corrected in (True, False):
         x, controls = torch.zeros(2), {}
         for _ in range(60):
-            sent = corrections(controls, dict.fromkeys(targets, "t"), list(targets)) if corrected else {}
-            done = {
-                name: train(x, target, sent.get(name, {}), options=options, steps=3 if name == "a" else 8)
-                for name, target in targets.items()
-            }
-            x = torch.stack([model for model, _ in done.values()]).mean(0)
-            controls = {name: control for name, (_, control) in done.items()}
+            x, controls = one_round(x, controls, corrected=corrected)
         ends[corrected] = x
     assert ends[True].tolist() == pytest.approx([-1.0, -0.75], abs=1e-3)
     assert float((ends[False] - ends[True]).norm()) > 0.3

@@ -1,10 +1,8 @@
-import doctest
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.experiment import summary
 from atlas_fl.experiment.summary import best_rounds, last_improvement, should_stop
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.625, 0.75, 1.0]), min_size=1, max_size=12)
@@ -26,18 +24,11 @@ def loop(values: list[float], *, patience: int, min_delta: float) -> int | None:
     return None
 
 
-def test_the_examples_of_the_docs_hold() -> None:
-    assert doctest.testmod(summary) == (0, 3)
-
-
 @given(values=SCORES, patience=st.integers(1, 5), min_delta=st.sampled_from([0.0, 0.125, 0.3]))
 def test_a_run_stops_where_the_loop_with_a_counter_does(values: list[float], patience: int, min_delta: float) -> None:
-    stops = [
-        at
-        for at in range(1, len(values) + 1)
-        if should_stop(numbered(values[:at]), patience=patience, min_delta=min_delta)
-    ]
-    assert (stops[0] if stops else None) == loop(values, patience=patience, min_delta=min_delta)
+    rule = {"patience": patience, "min_delta": min_delta}
+    stops = [at for at in range(1, len(values) + 1) if should_stop(numbered(values[:at]), **rule)]
+    assert (stops[0] if stops else None) == loop(values, **rule)
 
 
 def test_patience_is_counted_in_rounds_and_not_in_evaluations() -> None:

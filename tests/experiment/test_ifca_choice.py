@@ -1,6 +1,7 @@
 """IFCA's choice: the least loss wins, ties stay, and the models are those of the clusters."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf, nan
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.client.job import Job, Update
-from atlas_fl.config import with_values
+from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.rounds import choose_models, round_start
 from atlas_fl.experiment.state import FederationState
@@ -23,41 +24,31 @@ from atlas_fl.methods.registry import find_method
 TASKS = {"a": "movie", "b": "movie", "c": "movie", "d": "trec"}
 
 
+BEFORE = {"a": 0, "b": 0, "c": 1, "d": 1}
+"""Clusters before a choice."""
+DEARER = {name: {0: 0.9, 1: 0.1} for name in TASKS}
+"""Losses that are less with the second model, of all clients."""
+
+
 @dataclass
 class Losses:
-    """An engine whose clients have these losses with a model, by the value of its A."""
+    """An engine whose clients have these losses with a model: of each client a function of its A."""
 
-    table: dict[str, dict[float, float]]
+    of: dict[str, Callable[[float], float]]
     splits: set[str] = field(default_factory=set)
-    silent: tuple[str, ...] = ()
 
     def run(self, action: str, jobs: list[Job]) -> list[Update]:
         assert action == "evaluate"
         self.splits |= {job.options.split for job in jobs}
         return [
-            Update(client=job.client, params={}, examples=1, metrics={"loss": self.table[job.client][a_of(job.params)]})
+            Update(client=job.client, params={}, examples=1, metrics={"loss": self.of[job.client](a_of(job.params))})
             for job in jobs
-            if job.client not in self.silent
+            if job.client in self.of
         ]
 
 
-@dataclass
-class Quadratic:
-    """An engine whose clients have the loss (w - o)^2 with their optima o."""
-
-    optima: dict[str, float]
-
-    def run(self, action: str, jobs: list[Job]) -> list[Update]:
-        assert action == "evaluate"
-        return [
-            Update(
-                client=job.client,
-                params={},
-                examples=1,
-                metrics={"loss": (a_of(job.params) - self.optima[job.client]) ** 2},
-            )
-            for job in jobs
-        ]
+def table(losses: dict[str, dict[float, float]]) -> Losses:
+    return Losses({name: own.__getitem__ for name, own in losses.items()})
 
 
 def a_of(params: Any) -> float:
@@ -68,18 +59,17 @@ def model(value: float, head: float) -> dict[str, torch.Tensor]:
     return {"q.lora_A": torch.tensor([value]), "head.w": torch.tensor([head])}
 
 
-def chosen(engine: Losses, clusters: dict[str, int], **words: Any) -> Any:
+def assembly_of(config: Config, tasks: dict[str, str]) -> Any:
+    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task)) for name, task in tasks.items()]
+    return SimpleNamespace(config=config, clients=clients, names=tuple(tasks))
+
+
+def chosen(engine: Losses, **words: Any) -> Any:
     config = with_values(find_preset("smoke"), {"strategy": "ifca", "ranks": "8", "rounds": 5, **words})
-    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task)) for name, task in TASKS.items()]
-    assembly = SimpleNamespace(config=config, clients=clients, names=tuple(TASKS))
-    models = {name: model(float(clusters[name]), head=float(index)) for index, name in enumerate(TASKS)}
-    state = FederationState(
-        round=1,
-        server_models=models,
-        client_models=models,
-        server_state={CLUSTERS: {name: torch.tensor(label) for name, label in clusters.items()}},
-    )
-    return Chosen(*choose(assembly, engine, state), before=state), models
+    models = {name: model(float(BEFORE[name]), head=float(index)) for index, name in enumerate(TASKS)}
+    labels = {CLUSTERS: {name: torch.tensor(label) for name, label in BEFORE.items()}}
+    state = FederationState(round=1, server_models=models, client_models=models, server_state=labels)
+    return Chosen(*choose(assembly_of(config, TASKS), engine, state)), models
 
 
 def choose(assembly: Any, engine: Any, state: FederationState) -> tuple[FederationState, Any]:
@@ -92,30 +82,18 @@ class Chosen:
 
     state: FederationState
     messages: Any
-    before: FederationState
 
     @property
-    def moved(self) -> dict[str, int]:
-        """The new cluster of each client that left its own."""
-        old, new = labels_of(self.before), labels_of(self.state)
-        return {name: label for name, label in new.items() if label != old[name]}
-
-
-def labels_of(state: FederationState) -> dict[str, int]:
-    return {name: int(label) for name, label in state.server_state[CLUSTERS].items()}  # type: ignore[union-attr, arg-type]
-
-
-def labels(choice: Any) -> dict[str, int]:
-    return labels_of(choice.state)
+    def labels(self) -> dict[str, int]:
+        """The cluster of each client."""
+        return {name: int(label) for name, label in self.state.server_state[CLUSTERS].items()}  # type: ignore[union-attr, arg-type]
 
 
 def test_everyone_takes_the_model_with_the_least_loss_on_its_training_examples() -> None:
-    table = {"a": {0: 0.5, 1: 0.4}, "b": {0: 0.3, 1: 0.9}, "c": {0: 0.7, 1: 0.6}, "d": {0: 0.1, 1: 0.8}}
-    engine = Losses(table)
-    choice, models = chosen(engine, {"a": 0, "b": 0, "c": 1, "d": 1})
+    engine = table({"a": {0: 0.5, 1: 0.4}, "b": {0: 0.3, 1: 0.9}, "c": {0: 0.7, 1: 0.6}, "d": {0: 0.1, 1: 0.8}})
+    choice, models = chosen(engine)
     assert engine.splits == {"train"}
-    assert labels(choice) == {"a": 1, "b": 0, "c": 1, "d": 0}
-    assert choice.moved == {"a": 1, "d": 0}
+    assert choice.labels == {"a": 1, "b": 0, "c": 1, "d": 0}
     now = choice.state.client_models
     assert now["a"] is models["c"], "adapters and head of a member of its task"
     assert (a_of(now["d"]), float(now["d"]["head.w"])) == (0.0, 3.0), "another task's adapters, and its own head"
@@ -123,32 +101,25 @@ def test_everyone_takes_the_model_with_the_least_loss_on_its_training_examples()
 
 
 def test_of_equal_losses_the_own_cluster_wins() -> None:
-    table = {name: {0: 0.5, 1: 0.5} for name in TASKS}
-    choice, models = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1})
-    assert choice.moved == {} and choice.state.client_models == models
+    choice, models = chosen(Losses(dict.fromkeys(TASKS, lambda _: 0.5)))
+    assert choice.labels == BEFORE and choice.state.client_models == models
 
 
 def test_who_does_not_answer_stays() -> None:
-    table = {name: {0: 0.9, 1: 0.1} for name in TASKS}
-    choice, _ = chosen(Losses(table, silent=("a",)), {"a": 0, "b": 0, "c": 1, "d": 1})
-    assert choice.moved == {"b": 1}
+    choice, _ = chosen(table({name: DEARER[name] for name in "bcd"}))
+    assert choice.labels == {**BEFORE, "b": 1}
 
 
 @pytest.mark.parametrize(
     ("losses", "cluster", "kept"),
-    [
-        ({0: nan, 1: 0.7}, 1, {"1"}),
-        ({0: 0.7, 1: nan}, 0, {"0"}),
-        ({0: inf, 1: nan}, 0, set()),
-    ],
+    [({0: nan, 1: 0.7}, 1, {"1"}), ({0: 0.7, 1: nan}, 0, {"0"}), ({0: inf, 1: nan}, 0, set())],
 )
 def test_a_loss_that_is_no_number_never_wins_and_is_not_remembered(
     losses: dict[float, float], cluster: int, kept: set[str]
 ) -> None:
     """One in the server state would undo the round of everyone."""
-    table = {**{name: {0: 0.9, 1: 0.1} for name in TASKS}, "a": losses}
-    choice, _ = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1})
-    assert labels(choice) == {"a": cluster, "b": 1, "c": 1, "d": 1}
+    choice, _ = chosen(table({**DEARER, "a": losses}))
+    assert choice.labels == {"a": cluster, "b": 1, "c": 1, "d": 1}
     remembered = choice.state.server_state[LOSSES]
     assert set(remembered.get("a", {})) == kept
     assert all(tensor.isfinite() for by_label in remembered.values() for tensor in by_label.values())
@@ -167,15 +138,15 @@ def test_a_planted_federation_is_found(seed: int) -> None:
         adjacency=np.zeros((8, 8)),
         head_groups=("t",) * 8,
     )
-    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name="t")) for name in names]
-    assembly: Any = SimpleNamespace(config=config, clients=clients, names=tuple(names))
+    assembly = assembly_of(config, dict.fromkeys(names, "t"))
+    engine = Losses({name: lambda w, own=own: (w - own) ** 2 for name, own in zip(names, optima)})
     strategy = find_method("ifca", space="factors")
     start = {name: {"q.lora_A": torch.zeros(1, 1), "q.lora_B": torch.ones(1, 1)} for name in names}
     state = FederationState(round=0, server_models=start, client_models=start)
     drawn = draw_clusters(names, count=2, seed=seed)
     numpy_labels, centres = np.array([drawn[name] for name in names]), np.zeros(2)
     for round in range(5):
-        state, _ = choose(assembly, Quadratic(dict(zip(names, optima))), state)
+        state, _ = choose(assembly, engine, state)
         if round:
             numpy_labels = np.argmin((optima[:, None] - centres[None, :]) ** 2, axis=1)
         trained = (centres[numpy_labels] + optima) / 2
@@ -185,10 +156,8 @@ def test_a_planted_federation_is_found(seed: int) -> None:
             for name, optimum in zip(names, optima)
         }
         result = strategy.aggregate(state.server_state, state.server_models, updates, federation, round=round + 1)
-        after = result.client_models
-        state = replace(
-            state, round=round + 1, server_models=after, client_models=after, server_state=result.server_state
-        )
+        after, kept = result.client_models, result.server_state
+        state = replace(state, round=round + 1, server_models=after, client_models=after, server_state=kept)
         assert [a_of(after[name]) for name in names] == pytest.approx(centres[numpy_labels], abs=1e-6)
     found = [int(state.server_state[CLUSTERS][name]) for name in names]  # type: ignore[index, arg-type]
     assert len(set(found[::2])) == len(set(found[1::2])) == 1 and found[0] != found[1]
@@ -196,8 +165,7 @@ def test_a_planted_federation_is_found(seed: int) -> None:
 
 def test_the_models_of_the_other_clusters_are_counted() -> None:
     """Two values of four bytes: one other model of an A and a head to each of four clients."""
-    table = {name: {0: 0.9, 1: 0.1} for name in TASKS}
-    choice, _ = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1})
+    choice, _ = chosen(table(DEARER))
     assert Counter((row.client, row.direction, row.kind, row.round) for row in choice.messages) == Counter(
         (name, *message, 2) for name in TASKS for message in (("down", "adapter"), ("down", "head"), ("up", "control"))
     )
@@ -213,7 +181,6 @@ def test_the_first_clusters_are_as_even_as_can_be(count: int, sizes: list[int]) 
 
 
 def test_personal_rounds_and_other_rules_choose_nothing() -> None:
-    table = {name: {0: 0.9, 1: 0.1} for name in TASKS}
     for words in ({"strategy": "fedavg"}, {"personal_rounds": 4}):
-        choice, _ = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1}, **words)
-        assert choice.moved == {} and not choice.messages
+        choice, _ = chosen(table(DEARER), **words)
+        assert choice.labels == BEFORE and not choice.messages

@@ -7,27 +7,13 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.experiment import installation
-from atlas_fl.experiment.installation import (
-    Installation,
-    Package,
-    check_asset,
-    free_bytes,
-    inspect_installation,
-    problems_of,
-)
+from atlas_fl.experiment.installation import Installation, Package, check_asset, inspect_installation, problems_of
 from atlas_fl.storage.assets import Asset
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 """SHA-256 of "hello"."""
-PART = Asset(
-    name="part",
-    requirement="part==1",
-    size_mb=1,
-    prefix="part/",
-    files={"a.txt": HELLO},
-    installer="pip",
-    group="embedded",
-)
+SOURCE = {"requirement": "part==1", "size_mb": 1, "prefix": "part/", "installer": "pip", "group": "embedded"}
+PART = Asset(name="part", files={"a.txt": HELLO}, **SOURCE)
 
 
 @pytest.fixture
@@ -40,11 +26,8 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installation:
 @pytest.fixture
 def whole(found: Installation) -> Installation:
     """The same as if nothing were missing."""
-    return replace(
-        found,
-        assets=tuple(replace(asset, state="whole", file=None) for asset in found.assets),
-        free_memory_bytes=10**11,
-    )
+    fetched = tuple(replace(asset, state="whole", file=None) for asset in found.assets)
+    return replace(found, assets=fetched, free_memory_bytes=10**11)
 
 
 def test_what_is_here_is_what_the_metadata_and_the_machine_say(found: Installation, tmp_path: Path) -> None:
@@ -71,11 +54,11 @@ def test_nothing_is_said_where_nothing_is_missing(whole: Installation) -> None:
 
 def test_a_part_is_whole_missing_or_damaged(tmp_path: Path) -> None:
     assert check_asset(PART, tmp_path).state == "missing"
-    (tmp_path / "part").mkdir()
+    write(tmp_path, "part/other.txt", "")
     assert (check_asset(PART, tmp_path).state, check_asset(PART, tmp_path).file) == ("damaged", "a.txt")
-    (tmp_path / "part" / "a.txt").write_text("help")
+    write(tmp_path, "part/a.txt", "help")
     assert check_asset(PART, tmp_path).state == "damaged"
-    (tmp_path / "part" / "a.txt").write_text("hello")
+    write(tmp_path, "part/a.txt", "hello")
     assert (check_asset(PART, tmp_path).state, check_asset(PART, tmp_path).file) == ("whole", None)
 
 
@@ -92,15 +75,11 @@ def test_a_version_fits_where_the_requirement_allows_it(installed: str | None, f
     assert Package(name="torch", needed="torch>=2.6", installed=installed).fits is fits
 
 
-@pytest.mark.parametrize(
-    ("installed", "text"),
-    [(None, "torch is missing and torch>=2.6 is needed"), ("2.4", "torch 2.4 is here and torch>=2.6 is needed")],
-)
-def test_a_package_that_is_missing_or_too_old_has_a_remedy(
-    installed: str | None, text: str, whole: Installation
-) -> None:
+@pytest.mark.parametrize(("installed", "state"), [(None, "torch is missing"), ("2.4", "torch 2.4 is here")])
+def test_a_package_that_is_missing_or_too_old_has_a_remedy(installed, state: str, whole: Installation) -> None:
     wrong = Package(name="torch", needed="torch>=2.6", installed=installed)
     (problem,) = problems_of(replace(whole, packages=(*whole.packages, wrong)))
+    text = f"{state} and torch>=2.6 is needed"
     assert (problem.text, problem.remedy, problem.is_needed) == (text, "run `pip install 'torch>=2.6'`", True)
 
 
@@ -109,9 +88,7 @@ def test_a_package_that_is_only_on_the_path_is_said(whole: Installation) -> None
     assert problem.is_needed and "make setup" in problem.remedy
 
 
-def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(
-    whole: Installation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(whole: Installation, monkeypatch) -> None:
     def fail(_: str) -> None:
         raise ImportError("libcudart.so.12:\n cannot open shared object file")
 
@@ -135,11 +112,11 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def test_what_is_free_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
-    assert free_bytes(root=tmp_path) is None
+    assert installation.free_bytes(root=tmp_path) is None
     write(tmp_path, "proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
-    assert free_bytes(root=tmp_path) == 4_096_000
+    assert installation.free_bytes(root=tmp_path) == 4_096_000
     write(tmp_path, "sys/fs/cgroup/memory.max", "max\n")
     write(tmp_path, "sys/fs/cgroup/memory.current", "1000\n")
-    assert free_bytes(root=tmp_path) == 4_096_000
+    assert installation.free_bytes(root=tmp_path) == 4_096_000
     write(tmp_path, "sys/fs/cgroup/memory.max", "3000\n")
-    assert free_bytes(root=tmp_path) == 2000
+    assert installation.free_bytes(root=tmp_path) == 2000

@@ -20,7 +20,6 @@ def test_peak_memory_is_at_least_what_is_held_and_grows_with_use() -> None:
     before = peak_memory()["rss_bytes"]
     assert before >= 0.9 * psutil.Process().memory_info().rss
     held = np.ones(before // 8 + 2_000_000)  # more than the peak so far
-    assert peak_memory()["rss_bytes"] >= before + 8_000_000
     del held
     assert peak_memory()["rss_bytes"] >= before + 8_000_000
 

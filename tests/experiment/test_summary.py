@@ -1,46 +1,29 @@
 import copy
+from itertools import product
 
 import pytest
 
 from atlas_fl.experiment.summary import summarise
 from atlas_fl.storage.jsonl import from_json, to_json
-
-
-def metric(client: str, round: int, split: str, primary: float) -> dict[str, object]:
-    scores = {"primary": primary, "accuracy": primary, "majority": 0.5, "loss": 1 - primary, "examples": 100}
-    return {"round": round, "client": client, "task": client.split("-")[0], "split": split} | scores
-
+from tests.experiment.test_scores import row as metric
 
 CLIENTS = ("a-0", "a-1", "b-0")
 REFUSED = {"round": 2, "client": "b-0", "event": "refused", "reason": "head.bias holds NaN"}
-METRICS = [
-    *(metric(client, at, split, 0.5 + 0.1 * at) for client in CLIENTS for at in (1, 2) for split in ("train", "test")),
-    REFUSED,
-]
-METRICS = [
-    row for row in METRICS if row is REFUSED or (row["client"], row["round"], row["split"]) != ("b-0", 2, "train")
-]
+SCORED = [(client, at, split) for client in CLIENTS for at in (1, 2) for split in ("train", "test")]
+SCORED.remove(("b-0", 2, "train"))
+METRICS = [*(metric(client, at, split, 0.5 + 0.1 * at) for client, at, split in SCORED), REFUSED]
 LEDGER = [
     {"round": 0, "client": "a-0", "direction": "up", "kind": "fingerprint", "bytes": 40},
     *(
-        {"round": at, "client": c, "direction": d, "kind": "adapter", "bytes": 10}
-        for at in (1, 2)
-        for c in CLIENTS
-        for d in ("up", "down")
+        {"round": at, "client": client, "direction": way, "kind": "adapter", "bytes": 10}
+        for at, client, way in product((1, 2), CLIENTS, ("up", "down"))
     ),
 ]
+PLANNED = {"device": "cpu_2gb", "cluster": 0, "ranks": [4, 8], "examples": 200, "cut": None, "budget_bytes": 8}
 PLAN = {
     "clients": [
-        {
-            "name": name,
-            "task": name[0],
-            "device": "cpu_2gb",
-            "cluster": 0,
-            "ranks": [4, 8],
-            "examples": 200,
-            "cut": None,
-        }
-        | {"budget_bytes": 8, "memory": {"total": 200}, "predicted": {"memory_bytes": 50, "seconds": seconds}}
+        {"name": name, "task": name[0], **PLANNED}
+        | {"memory": {"total": 200}, "predicted": {"memory_bytes": 50, "seconds": seconds}}
         for name, seconds in (("a-0", 10.0), ("a-1", 10.0), ("b-0", 40.0))
     ],
     "clustering": {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}, "similarity": [[1.0]]},
@@ -66,14 +49,9 @@ def test_bytes_by_hand() -> None:
     found = outcome()["bytes"]
     assert (found["up"], found["down"], found["total"]) == (100, 60, 160)
     assert found["by_kind"] == {"fingerprint": {"up": 40, "down": 0}, "adapter": {"up": 60, "down": 60}}
-    assert found["by_round"] == {
-        "0": {"up": 40, "down": 0},
-        "1": {"up": 30, "down": 30},
-        "2": {"up": 30, "down": 30},
-    }
+    assert found["by_round"] == {"0": {"up": 40, "down": 0}, "1": {"up": 30, "down": 30}, "2": {"up": 30, "down": 30}}
     # 3 clients in 2 rounds, the refused one included, the whole model of 1000 bytes down and up: 12,000
-    expected = {"total": 12_000, "reduction": pytest.approx(1 - 160 / 12_000)}
-    assert found["full_model"] == expected
+    assert found["full_model"] == {"total": 12_000, "reduction": pytest.approx(1 - 160 / 12_000)}
 
 
 def test_a_local_run_sends_nothing_and_saves_everything() -> None:
@@ -104,17 +82,10 @@ def test_groups_events_seconds_and_the_rest() -> None:
     assert list(found["tasks"]) == ["a", "b"]
     assert found["tasks"]["a"]["clients"] == 2
     assert found["overall"]["final"]["test"]["gain_over_majority"] == pytest.approx(0.2)
-    assert found["events"] == {
-        "count": {"refused": 1},
-        "refused": [{k: REFUSED[k] for k in ("round", "client", "reason")}],
-    }
-    assert found["seconds"] == {
-        "phases": {"plan": 2.0, "train": 5.0},
-        "total": 7.0,
-        "rounds": {"1": 3.0, "2": 4.0},
-        "round_mean": 3.5,
-        "reused": 1.5,
-    }
+    told = {key: REFUSED[key] for key in ("round", "client", "reason")}
+    assert found["events"] == {"count": {"refused": 1}, "refused": [told]}
+    rounds = {"rounds": {"1": 3.0, "2": 4.0}, "round_mean": 3.5, "reused": 1.5}
+    assert found["seconds"] == {"phases": {"plan": 2.0, "train": 5.0}, "total": 7.0, **rounds}
     assert found["run"] == {"name": "x", "seed": 1, "config_hash": "abc", "rounds": 2}
 
 

@@ -72,11 +72,8 @@ def test_several_numbers_are_the_seeds_themselves() -> None:
 
 
 def test_swept_values_are_read_from_texts() -> None:
-    assert parse_over(["eta=0, 0.1,0.1", "clients-per-task=2", "task=a=b.csv"]) == {
-        "eta": ("0", "0.1"),
-        "clients_per_task": ("2",),
-        "task": ("a=b.csv",),
-    }
+    found = parse_over(["eta=0, 0.1,0.1", "clients-per-task=2", "task=a=b.csv"])
+    assert found == {"eta": ("0", "0.1"), "clients_per_task": ("2",), "task": ("a=b.csv",)}
     assert parse_over([LAMBDA_SWEEP]) == {"eta": ("0", "0.01", "0.1", "0.5", "1")}
 
 
@@ -162,14 +159,11 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
 
 def test_rounds_are_scaled_so_that_all_runs_take_as_many_steps(base: Config) -> None:
     vision = replace(find_preset("vision-quick"), run=base.run)
-    rounds = same_steps(vision, {"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]})
+    over = {"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]}
+    rounds = same_steps(vision, over)
     # 6 rounds of 4 are 24 steps, and 16 divides 16 and 32: halves go up
-    assert rounds == {
-        "4": {"rounds": 8, "eval_every": 8},
-        "8": {"rounds": 4, "eval_every": 4},
-        "16": {"rounds": 2, "eval_every": 2},
-    }
-    points = grid(vision, over={"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]}, seeds=(1,), rounds=rounds)
+    assert rounds == {steps: {"rounds": k, "eval_every": k} for steps, k in (("4", 8), ("8", 4), ("16", 2))}
+    points = grid(vision, over=over, seeds=(1,), rounds=rounds)
     steps = {point.config.training.rounds * (point.config.images.local_steps or 0) for point in points}
     assert steps == {32}
     assert points[0].changes == {"local_steps": "4", "nc": "1"}, "rounds follow and are not swept"
@@ -183,13 +177,10 @@ def test_steps_that_fit_keep_the_rounds_of_the_settings(base: Config) -> None:
     assert [own["eval_every"] for own in rounds.values()] == [25, 12, 6]
 
 
-def test_no_steps_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--over sweeps local_steps to 0; allowed: at least 1"):
-        same_steps(find_preset("vision-quick"), {"local_steps": ["0"]})
-
-
-def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:
+def test_rounds_stay_where_they_are_swept_or_steps_are_not_and_no_steps_are_refused() -> None:
     vision = find_preset("vision-quick")
+    with pytest.raises(ConfigError, match="--over sweeps local_steps to 0; allowed: at least 1"):
+        same_steps(vision, {"local_steps": ["0"]})
     assert same_steps(vision, {"nc": ["1", "5"]}) == {}
     assert same_steps(vision, {"local_steps": ["4", "8"], "rounds": ["2", "3"]}) == {}
 
@@ -202,12 +193,6 @@ def test_comparisons_of_other_runs_have_other_names_and_the_same_ones_the_same()
     eta = {"eta": ["0", "0.5"]}
     assert re.fullmatch(r"comparison-quick-eta-[0-9a-f]{8}\.csv", name(eta))
     assert name(eta) == name(eta, runs_dir="elsewhere", name="mine") == name({"eta": ["0.5", "0"]})
-    found = [
-        name(eta),
-        name(eta, preset="full"),
-        name(eta, alpha="2"),
-        name({"eta": ["0", "1"]}),
-        name({**eta, "alpha": ["1", "2"]}),
-        name(eta, seeds=(42, 123)),
-    ]
+    found = [name(eta), name(eta, preset="full"), name(eta, alpha="2"), name(eta, seeds=(42, 123))]
+    found += [name({"eta": ["0", "1"]}), name({**eta, "alpha": ["1", "2"]})]
     assert len(set(found)) == len(found)

@@ -13,12 +13,8 @@ def test_a_lower_rank_starts_from_the_first_rows_of_a_higher_one() -> None:
     low, high = (init_adapters(dims, {"m": rank, "n": rank}, seed=1) for rank in (2, 5))
     assert torch.equal(low["m.lora_A"], high["m.lora_A"][:2])
     assert not torch.equal(low["m.lora_A"], low["n.lora_A"])
-    assert {key: tuple(value.shape) for key, value in high.items()} == {
-        "m.lora_A": (5, 6),
-        "m.lora_B": (3, 5),
-        "n.lora_A": (5, 6),
-        "n.lora_B": (3, 5),
-    }
+    wanted = {f"{module}.lora_{factor}": shape for module in "mn" for factor, shape in (("A", (5, 6)), ("B", (3, 5)))}
+    assert {key: tuple(value.shape) for key, value in high.items()} == wanted
     assert not high["m.lora_B"].any()
 
 
@@ -52,13 +48,7 @@ def test_clients_of_one_group_share_a_head_and_groups_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "alpha", "rslora", "expected"),
-    [
-        (4, None, False, 2.0),
-        (4, 16, False, 4.0),
-        (4, 16, True, 8.0),
-        (16, None, True, 8.0),
-        (8, None, True, 2 * math.sqrt(8)),
-    ],
+    [(4, None, False, 2.0), (4, 16, False, 4.0), (4, 16, True, 8.0), (8, None, True, 2 * math.sqrt(8))],
 )
 def test_the_scale_by_hand(rank: int, alpha: float | None, rslora: bool, expected: float) -> None:
     assert lora_scale(rank, alpha=alpha, rslora=rslora) == pytest.approx(expected)

@@ -1,18 +1,18 @@
-import json
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import files
 from atlas_fl.models.backbone import block_index, model_shape, target_modules
 from atlas_fl.models.loading import load_backbone
+from tests.models.folders import change_json
 
 REMEDIES = ("config.json", "hub's cache", "atlas fetch embedded")
 
@@ -49,51 +49,40 @@ def test_the_shape_counts_what_is_there(tiny) -> None:
 
 def test_all_linear_is_every_linear_layer_inside_the_blocks(tiny) -> None:
     names = set(target_modules(tiny.backbone, ("all-linear",)))
-    kinds = (
-        (torch.nn.Linear, type(tiny.backbone.model.get_submodule("h.0.attn.c_attn")))
-        if tiny.name == "gpt2"
-        else torch.nn.Linear
-    )
-    expected = {
-        f"{tiny.backbone.family.blocks}.{n}" for n, m in tiny.backbone.blocks.named_modules() if isinstance(m, kinds)
-    }
-    assert names == expected
+    linear = [name for name, module in tiny.backbone.blocks.named_modules() if isinstance(module, Linear | Conv1D)]
+    assert names == {f"{tiny.backbone.family.blocks}.{name}" for name in linear}
 
 
 def test_an_unknown_target_names_the_ones_there_are(tiny) -> None:
-    with pytest.raises(
-        ModelError, match=r"target 'nonesuch' fits no layer of .*; choose among .*, or all-linear"
-    ) as error:
+    message = r"target 'nonesuch' fits no layer of .*; choose among .*, or all-linear"
+    with pytest.raises(ModelError, match=message) as error:
         target_modules(tiny.backbone, (tiny.targets[0], "nonesuch"))
     assert tiny.targets[0] in line_of(error)
 
 
-def test_an_unknown_architecture_names_the_known(tmp_path: Path, tiny_of) -> None:
-    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
-    config = tmp_path / "copy" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "electra"}))
-    with pytest.raises(
-        ModelError, match=r"has the architecture 'electra'; known: bert, distilbert, gpt2, llama"
-    ) as error:
-        load_backbone(str(tmp_path / "copy"))
+def test_an_unknown_architecture_names_the_known(copy_of) -> None:
+    folder = copy_of("bert")
+    change_json(folder / "config.json", model_type="electra")
+    with pytest.raises(ModelError, match=r"the architecture 'electra'; known: bert, distilbert, gpt2, llama") as error:
+        load_backbone(str(folder))
     line_of(error)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_directory_without_a_file_names_the_remedies(tmp_path: Path, tiny_of, missing: str) -> None:
-    shutil.copytree(tiny_of("llama").path, tmp_path / "copy")
-    (tmp_path / "copy" / missing).unlink()
+def test_a_directory_without_a_file_names_the_remedies(copy_of, missing: str) -> None:
+    folder = copy_of("llama")
+    (folder / missing).unlink()
     with pytest.raises(ModelError, match="could not be loaded") as error:
-        load_backbone(str(tmp_path / "copy"))
+        load_backbone(str(folder))
     assert all(remedy in line_of(error) for remedy in REMEDIES)
 
 
-def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> None:
-    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
-    weights = tmp_path / "copy" / "model.safetensors"
+def test_a_damaged_weights_file_is_a_model_error(copy_of) -> None:
+    folder = copy_of("bert")
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match="could not be loaded") as error:
-        load_backbone(str(tmp_path / "copy"))
+        load_backbone(str(folder))
     line_of(error)
 
 
@@ -106,12 +95,12 @@ def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(mo
     assert all(remedy in line_of(error) for remedy in REMEDIES)
 
 
-def test_loading_a_model_whose_files_lack_a_pooler_moves_no_generator(tmp_path: Path, tiny_of) -> None:
-    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
-    weights = tmp_path / "copy" / "model.safetensors"
+def test_loading_a_model_whose_files_lack_a_pooler_moves_no_generator(copy_of) -> None:
+    folder = copy_of("bert")
+    weights = folder / "model.safetensors"
     save_file({k: v for k, v in load_file(weights).items() if "pooler" not in k}, weights, metadata={"format": "pt"})
     before = torch.random.get_rng_state()
-    assert load_backbone(str(tmp_path / "copy")).model.pooler is None
+    assert load_backbone(str(folder)).model.pooler is None
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -45,16 +45,8 @@ def tensors() -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[
 def layer(x: Tensor, *rest: Tensor) -> Tensor:
     _, weight, bias, _, _, masks = tensors()
     factors, (first, last) = rest[:6], rest[6:]
-    return packed_linear(
-        x,
-        weight=weight,
-        bias=bias,
-        segments=THREE,
-        scales=SCALES,
-        factors=factors,
-        gates=(first, None, last),
-        dropout_masks=masks,
-    )
+    layer = {"weight": weight, "bias": bias, "segments": THREE, "scales": SCALES, "dropout_masks": masks}
+    return packed_linear(x, factors=factors, gates=(first, None, last), **layer)
 
 
 def written_out(x: Tensor, *rest: Tensor) -> Tensor:
@@ -85,8 +77,7 @@ def test_values_and_gradients_are_those_of_plain_torch() -> None:
     inputs, upper = leaves(), torch.arange(36, dtype=torch.float64).reshape(9, 4)
     ours, theirs = layer(*inputs), written_out(*inputs)
     torch.testing.assert_close(ours, theirs)
-    for mine, other in zip(torch.autograd.grad(ours, inputs, upper), torch.autograd.grad(theirs, inputs, upper)):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, upper) for out in (ours, theirs)))
 
 
 def test_the_gradients_pass_gradcheck_in_float64() -> None:

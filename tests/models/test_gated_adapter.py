@@ -29,6 +29,10 @@ def gated_model(tiny, spec, *, weight: float = 0.3) -> dict[str, torch.Tensor]:
     return dict(combine(own, rest, "stacked", weight=weight, scale=scale, gate=gate))
 
 
+def export(params: dict[str, torch.Tensor], folder: Path, tiny, **labels: tuple[str, ...]) -> None:
+    export_gated_adapter(params, folder, family=tiny.backbone.family, base=str(tiny.path), scale=scale, **labels)
+
+
 @pytest.mark.parametrize("architecture", ["bert", "gpt2"])
 def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
     tiny_of, site_of, spec_of, tmp_path: Path, architecture: str
@@ -36,14 +40,7 @@ def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
     tiny, spec = tiny_of(architecture), spec_of(name="a-0", labels=3, examples=4)
     site, params = site_of(tiny, spec, scale=scale), gated_model(tiny, spec)
     assert is_gated(params) and not is_gated(tiny.params(spec))
-    export_gated_adapter(
-        params,
-        tmp_path / "gated",
-        family=tiny.backbone.family,
-        base=str(tiny.path),
-        scale=scale,
-        labels=("a", "b", "c"),
-    )
+    export(params, tmp_path / "gated", tiny, labels=("a", "b", "c"))
     data = site.data["a-0"].splits["test"]
     with torch.no_grad(), forward(collate_packed([data], device=torch.device("cpu")), [params], site) as logits:
         (ours,) = logits
@@ -56,37 +53,27 @@ def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
     assert json.loads((tmp_path / "gated/labels.json").read_text()) == ["a", "b", "c"]
 
 
-def test_what_a_gated_model_writes_is_what_the_stock_model_generates(
-    writer_of, site_of, spec_of, tmp_path: Path
-) -> None:
+def test_what_a_gated_model_writes_is_what_the_stock_model_generates(writer_of, site_of, spec_of, tmp_path) -> None:
     writer, spec = writer_of("gpt2"), spec_of(name="a-0")
     site = site_of(writer, spec, scale=scale)
     params = {key: value for key, value in gated_model(writer, spec).items() if not key.startswith("head.")}
-    export_gated_adapter(params, tmp_path / "gated", family=writer.backbone.family, base=str(writer.path), scale=scale)
+    export(params, tmp_path / "gated", writer)
     prompts = site.data["a-0"].splits["test"]
     written = write(prompts, params, site, new_tokens=6)
     stock = AutoModelForCausalLM.from_pretrained(writer.path).eval()
     model, tokenizer = load_gated_adapter(stock, tmp_path / "gated"), writer.backbone.tokenizer
-    generated = []
+    generated, end = [], {"pad_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     for start, stop in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True):
         ids = torch.from_numpy(prompts.ids[start:stop])[None]
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=6,
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **end)
         generated.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
     assert written == generated
     assert len(set(written)) > 1
 
 
 def test_peft_and_a_start_from_an_adapter_refuse_the_folder(tiny_of, spec_of, tmp_path: Path) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3)
-    folder = tmp_path / "gated"
-    export_gated_adapter(gated_model(tiny, spec), folder, family=tiny.backbone.family, base=str(tiny.path), scale=scale)
+    tiny, folder = tiny_of("bert"), tmp_path / "gated"
+    export(gated_model(tiny, spec_of(name="a-0", labels=3)), folder, tiny)
     with pytest.raises(ValueError, match=r"Can't find 'adapter_config.json'"):
         PeftModel.from_pretrained(tiny.stock(3), str(folder))
     with pytest.raises(ModelError, match="no PEFT adapter in"):
@@ -98,8 +85,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tiny_of, spec_of, tmp_path
     with pytest.raises(ModelError, match=rf"^no gated adapter in .*give a folder that holds {SETTINGS} and {WEIGHTS}$"):
         load_gated_adapter(tiny.stock(3), tmp_path)
     folder = tmp_path / "gated"
-    export_gated_adapter(gated_model(tiny, spec), folder, family=tiny.backbone.family, base=str(tiny.path), scale=scale)
-    with pytest.raises(ModelError, match=r"^the gated adapter in .* is not for this model.*; load its base"):
-        load_gated_adapter(other.stock(3), folder)
-    with pytest.raises(ModelError, match=r"is not for this model"):
-        load_gated_adapter(tiny.stock(2), folder)
+    export(gated_model(tiny, spec), folder, tiny)
+    for wrong in (other.stock(3), tiny.stock(2)):
+        with pytest.raises(ModelError, match=r"(?s)^the gated adapter in .* is not for this model.*; load its base"):
+            load_gated_adapter(wrong, folder)

@@ -4,8 +4,8 @@ import json
 import os
 import random
 import resource
-import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.setup.assembly import max_sequence_length
 from atlas_fl.split.model import load_client_part
 from tests.architectures import ARCHITECTURES
+from tests.models.folders import change_json
 from tests.models.tiny_vision import save_tiny
 
 MOST_SECONDS, MOST_BYTES = 20.0, 600 * 2**20
@@ -32,21 +33,14 @@ IMAGES = ("vit", "dinov2")
 
 
 @pytest.fixture
-def folder_of(tiny_of, tmp_path: Path) -> Callable[[str], Path]:
+def folder_of(copy_of, tmp_path: Path) -> Callable[[str], Path]:
     """A folder of a tiny model of this architecture, to change."""
 
     def get(architecture: str) -> Path:
         folder = tmp_path / f"{architecture}-{len(list(tmp_path.iterdir()))}"
-        if architecture in IMAGES:
-            return save_tiny(folder, architecture)
-        return Path(shutil.copytree(tiny_of(architecture).path, folder))
+        return save_tiny(folder, architecture) if architecture in IMAGES else copy_of(architecture)
 
     return get
-
-
-def change(folder: Path, file: str = "config.json", **values: Any) -> None:
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def load_and_read(folder: Path) -> None:
@@ -116,105 +110,90 @@ def test_a_config_that_is_not_that_of_the_files_is_refused_before_anything_is_bu
         pytest.skip("a model of images has no words")
     folder = folder_of(architecture)
     names = OTHER_NAMES.get(architecture, {})
-    change(folder, **{names.get(key, key): value for key, value in HUGE[case].items()})
+    change_json(folder / "config.json", **{names.get(key, key): value for key, value in HUGE[case].items()})
     assert outcome(folder)
     if architecture not in IMAGES:
         # a client's part may lack blocks, and reads no more of a matrix than it needs
-        assert outcome(folder, lambda path: load_client_part(str(path), blocks=1)) or case in (
-            "a little wider",
-            "one layer more",
-        )
+        is_enough = case in ("a little wider", "one layer more")
+        assert outcome(folder, lambda path: load_client_part(str(path), blocks=1)) or is_enough
+
+
+@pytest.fixture
+def bert(folder_of) -> Path:
+    return folder_of("bert")
 
 
 @pytest.mark.parametrize("load", [load_backbone, load_vision, lambda name: build_first_blocks(name, blocks=1)])
-def test_a_config_100000_deep_is_one_line(folder_of, load) -> None:
-    folder = folder_of("bert")
-    (folder / "config.json").write_text('{"model_type": "bert", "x": ' + "[" * 10**5 + "]" * 10**5 + "}")
-    assert "config.json is no JSON (its lists are nested more than 64 deep); give the model's own file" in outcome(
-        folder, lambda path: load(str(path))
-    )
+def test_a_config_100000_deep_is_one_line(bert: Path, load) -> None:
+    (bert / "config.json").write_text('{"model_type": "bert", "x": ' + "[" * 10**5 + "]" * 10**5 + "}")
+    message = "config.json is no JSON (its lists are nested more than 64 deep); give the model's own file"
+    assert message in outcome(bert, lambda path: load(str(path)))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_a_tokenizers_file_100000_deep_is_one_line(folder_of, file: str) -> None:
-    folder = folder_of("bert")
-    (folder / file).write_text('{"x": ' + "[" * 10**5 + "]" * 10**5 + "}")
-    assert outcome(folder)
+def test_a_tokenizers_file_100000_deep_is_one_line(bert: Path, file: str) -> None:
+    (bert / file).write_text('{"x": ' + "[" * 10**5 + "]" * 10**5 + "}")
+    assert outcome(bert)
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "chat_template.jinja"]
-)
+FILES = ("config.json", "tokenizer.json", "model.safetensors", "vocab.txt", "chat_template.jinja")
+NO_INDEX = ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"x": 3}}', "{", '{"weight_map": {}}')
+
+
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("architecture", ["bert", "vit"])
-def test_a_pipe_or_a_device_in_the_folder_is_one_line_and_nothing_waits(
-    folder_of, architecture: str, file: str
-) -> None:
+def test_a_pipe_or_a_device_in_the_folder_is_one_line_and_nothing_waits(folder_of, architecture: str, file) -> None:
     folder = folder_of(architecture)
-    (folder / file).unlink(missing_ok=True)
-    os.mkfifo(folder / file)
-    assert f"{file} is no regular file; remove it, or give another folder" in outcome(folder)
-    (folder / file).unlink()
-    (folder / file).symlink_to("/dev/zero")
-    assert f"{file} is no regular file; remove it, or give another folder" in outcome(folder)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (folder / file).unlink(missing_ok=True)
+        put(folder / file)
+        assert f"{file} is no regular file; remove it, or give another folder" in outcome(folder)
 
 
-def test_a_large_file_that_is_no_weights_is_not_read(folder_of) -> None:
-    folder = folder_of("bert")
-    with (folder / "tokenizer.json").open("ab") as file:
+def test_a_large_file_that_is_no_weights_is_not_read(bert: Path) -> None:
+    with (bert / "tokenizer.json").open("ab") as file:
         file.truncate(2**40)  # a hole, which takes no room
-    assert "tokenizer.json has 1,099,511,627,776 bytes, and at most 67,108,864 are read" in outcome(folder)
+    assert "tokenizer.json has 1,099,511,627,776 bytes, and at most 67,108,864 are read" in outcome(bert)
 
 
-def test_a_folder_of_an_adapter_says_what_it_is(folder_of) -> None:
-    folder = folder_of("bert")
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere", "peft_type": "LORA"}')
-    assert (
-        "holds adapter_config.json and so is an adapter; give its base model with --model and this folder"
-        in outcome(folder)
-    )
+def test_a_folder_of_an_adapter_says_what_it_is(bert: Path) -> None:
+    (bert / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere", "peft_type": "LORA"}')
+    assert "holds adapter_config.json and so is an adapter; give its base model with --model and" in outcome(bert)
 
 
 @pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/etc/passwd", "", "a/b.safetensors"])
-def test_an_index_that_names_files_elsewhere_is_refused(folder_of, shard: str) -> None:
-    folder = folder_of("bert")
-    names = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
-    assert "which is no file beside it; give the model's own files" in outcome(folder)
+def test_an_index_that_names_files_elsewhere_is_refused(bert: Path, shard: str) -> None:
+    names = load_file(bert / "model.safetensors")
+    (bert / "model.safetensors").rename(bert.parent / "elsewhere.safetensors")
+    (bert / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    assert "which is no file beside it; give the model's own files" in outcome(bert)
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"x": 3}}', "{", '{"weight_map": {}}']
-)
-def test_an_index_that_is_none_is_refused(folder_of, content: str) -> None:
-    folder = folder_of("bert")
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(content)
-    assert outcome(folder)
+@pytest.mark.parametrize("content", NO_INDEX)
+def test_an_index_that_is_none_is_refused(bert: Path, content: str) -> None:
+    (bert / "model.safetensors").unlink()
+    (bert / "model.safetensors.index.json").write_text(content)
+    assert outcome(bert)
 
 
 @pytest.mark.parametrize("head", [b"", b"\x01", bytes(8), (2**62).to_bytes(8, "little"), (2**27).to_bytes(8, "little")])
-def test_a_header_that_lies_about_its_length_is_one_line(folder_of, head: bytes) -> None:
-    folder = folder_of("bert")
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(head + content[8:] if head else b"")
-    assert outcome(folder)
+def test_a_header_that_lies_about_its_length_is_one_line(bert: Path, head: bytes) -> None:
+    content = (bert / "model.safetensors").read_bytes()
+    (bert / "model.safetensors").write_bytes(head + content[8:] if head else b"")
+    assert outcome(bert)
 
 
-def test_a_compressed_file_of_torch_is_refused(folder_of) -> None:
-    import zipfile
-
-    folder = folder_of("bert")
-    (folder / "model.safetensors").unlink()
-    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+def test_a_compressed_file_of_torch_is_refused(bert: Path) -> None:
+    (bert / "model.safetensors").unlink()
+    with zipfile.ZipFile(bert / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(10**7))
-    assert "pytorch_model.bin is compressed; save it again with save_pretrained" in outcome(folder)
+    assert "pytorch_model.bin is compressed; save it again with save_pretrained" in outcome(bert)
 
 
 @pytest.mark.parametrize("size", [{"height": 10**9, "width": 10**9}, {"shortest_edge": 10**6}, {"height": "x"}, {}])
 def test_a_processor_of_no_image_size_is_refused(folder_of, size: dict[str, object]) -> None:
     folder = folder_of("vit")
-    change(folder, "preprocessor_config.json", size=size)
+    change_json(folder / "preprocessor_config.json", size=size)
     assert outcome(folder)
 
 

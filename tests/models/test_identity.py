@@ -1,11 +1,8 @@
 """A model's digests: equal for the same model wherever it lies, and each moves with what it is of and nothing else."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from atlas_fl.models.identity import ModelIdentity, model_identity
 from atlas_fl.models.loading import build_first_blocks, load_backbone
 from atlas_fl.models.tokenization import encode_examples
 from tests.conftest import Tiny
+from tests.models.folders import change_json
 
 ARCHITECTURES = ("bert", "gpt2")
 
@@ -22,26 +20,12 @@ def changed_parts(first: ModelIdentity, second: ModelIdentity) -> set[str]:
     return {part for part, digest in asdict(first).items() if asdict(second)[part] != digest}
 
 
-def with_json(folder: Path, file: str, **changes: Any) -> None:
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.fixture
-def copy_of(tiny_of: Callable[[str], Tiny], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of this tiny model's folder."""
-    return lambda architecture: Path(shutil.copytree(tiny_of(architecture).path, tmp_path / "copy"))
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_same_model_elsewhere_has_the_same_digests(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path], architecture: str
-) -> None:
+def test_the_same_model_elsewhere_has_the_same_digests(tiny_of, copy_of, architecture: str) -> None:
     """Also after it has cut texts, and with other notes of libraries in its config."""
     tiny, folder = tiny_of(architecture), copy_of(architecture)
-    with_json(
-        folder,
-        "config.json",
+    change_json(
+        folder / "config.json",
         **{"transformers_version": "0.1", "_name_or_path": "elsewhere", "torch_dtype": "float16", "use_cache": False},
         **{"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}, "initializer_range": 0.5},
     )
@@ -59,18 +43,14 @@ def test_a_part_of_a_model_has_the_whole_ones_architecture_and_tokenizer(tiny_of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_another_activation_is_another_architecture(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path], architecture: str
-) -> None:
+def test_another_activation_is_another_architecture(tiny_of, copy_of, architecture: str) -> None:
     folder = copy_of(architecture)
-    with_json(folder, "config.json", **{"hidden_act": "relu", "activation_function": "relu"})
+    change_json(folder / "config.json", hidden_act="relu", activation_function="relu")
     other = model_identity(load_backbone(str(folder)))
     assert changed_parts(model_identity(tiny_of(architecture).backbone), other) == {"architecture"}
 
 
-def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(
-    tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path]
-) -> None:
+def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(tiny_of, copy_of) -> None:
     folder = copy_of("bert")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -81,7 +61,7 @@ def test_another_vocabulary_of_as_many_tokens_is_another_tokenizer(
     assert changed_parts(model_identity(tiny_of("bert").backbone), other) == {"tokenizer"}
 
 
-def test_one_weight_is_other_weights(tiny_of: Callable[[str], Tiny], copy_of: Callable[[str], Path]) -> None:
+def test_one_weight_is_other_weights(tiny_of, copy_of) -> None:
     backbone = load_backbone(str(copy_of("bert")))
     next(backbone.model.parameters()).data[0] += 1
     assert changed_parts(model_identity(tiny_of("bert").backbone), model_identity(backbone)) == {"weights"}

@@ -13,28 +13,22 @@ TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
 def test_two_clients_by_hand() -> None:
     # x W = (1*1+2*0, 1*0+2*1) for W the identity; client 0: A = (1, 1), B = (1, 0)^T, s = 2 adds 2*(1+2) to the first.
     # Client 1: A = (0, 1), B = (0, 3)^T, s = 1 adds 3*4 to the second.
+    factors = ([[1.0, 1.0]], [[1.0], [0.0]], [[0.0, 1.0]], [[0.0], [3.0]])
     out = packed_linear(
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
         weight=torch.eye(2),
         bias=torch.tensor([10.0, 20.0]),
         segments=(Segment(start=0, stop=1), Segment(start=1, stop=2)),
         scales=(2.0, 1.0),
-        factors=(
-            torch.tensor([[1.0, 1.0]]),
-            torch.tensor([[1.0], [0.0]]),
-            torch.tensor([[0.0, 1.0]]),
-            torch.tensor([[0.0], [3.0]]),
-        ),
+        factors=[torch.tensor(factor) for factor in factors],
     )
     assert out.tolist() == [[1 + 10 + 6, 2 + 20], [3 + 10, 4 + 20 + 12]]
 
 
 def test_frozen_factors_get_no_gradient() -> None:
     factors = [torch.ones(1, 3), torch.ones(4, 1, requires_grad=True), torch.ones(2, 3), torch.ones(4, 2)]
-    out = packed_linear(
-        torch.ones(5, 3), weight=torch.ones(3, 4), bias=None, segments=TWO, scales=(2.0, 0.5), factors=factors
-    )
-    out.sum().backward()
+    layer = {"weight": torch.ones(3, 4), "bias": None, "segments": TWO, "scales": (2.0, 0.5)}
+    packed_linear(torch.ones(5, 3), factors=factors, **layer).sum().backward()
     assert factors[1].grad is not None
     assert [factor.grad for factor in (factors[0], factors[2], factors[3])] == [None, None, None]
 
@@ -96,9 +90,8 @@ def test_an_empty_update_changes_no_bit() -> None:
     modules = layers()
     x = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(2))
     zero = adapters(modules)
-    fresh = {key: torch.zeros_like(value) if key.endswith("B") else value for key, value in zero.clients[0].items()}
-    with attach_adapters(
-        modules, Adapters(clients=[fresh], segments=zero.segments, sequences=zero.sequences, scale=zero.scale)
-    ):
+    for name in modules:
+        zero.clients[0][f"{name}.lora_B"].zero_()
+    with attach_adapters(modules, zero):
         for module in modules.values():
             torch.testing.assert_close(module(x), type(module).forward(module, x), atol=1e-7, rtol=1e-6)

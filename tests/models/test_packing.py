@@ -55,12 +55,8 @@ def test_similar_lengths_share_a_bucket_padded_to_the_longest() -> None:
 @pytest.mark.parametrize("scaling", [None, 0.7])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_attention_equals_torchs_on_each_sequence(causal: bool, scaling: float | None, kv_heads: int) -> None:
-    query, key, value = (
-        rows(LENGTHS, heads=4),
-        rows(LENGTHS, heads=kv_heads, seed=1),
-        rows(LENGTHS, heads=kv_heads, seed=2),
-    )
-    layout = make_layout(LENGTHS)
+    key, value = (rows(LENGTHS, heads=kv_heads, seed=seed) for seed in (1, 2))
+    query, layout = rows(LENGTHS, heads=4), make_layout(LENGTHS)
     ours, weights = packed_attention(Stand(causal=causal), query, key, value, None, scaling=scaling, layout=layout)
     assert weights is None
     assert any(bucket.bias is not None for bucket in layout.buckets)
@@ -83,9 +79,7 @@ def test_a_sliding_window_equals_torchs_attention_under_its_mask(window: int) ->
     expected = torch.cat(theirs, dim=2).transpose(1, 2)
     torch.testing.assert_close(ours, expected)
     above = rows(LENGTHS, heads=4, seed=9).transpose(1, 2)
-    found = torch.autograd.grad((ours * above).sum(), states)
-    for own, other in zip(found, torch.autograd.grad((expected * above).sum(), states), strict=True):
-        torch.testing.assert_close(own, other)
+    torch.testing.assert_close(*(torch.autograd.grad(out, states, above) for out in (ours, expected)))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -94,17 +88,14 @@ def test_the_gradients_pass_gradcheck_in_float64(causal: bool) -> None:
     layout = make_layout(lengths)
     assert [bucket.bias is None for bucket in layout.buckets] == [True, True, False]
     leaves = [rows(lengths, heads=2, seed=seed).requires_grad_() for seed in range(3)]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: packed_attention(Stand(causal=causal), q, k, v, None, layout=layout)[0], leaves
-    )
+    module = Stand(causal=causal)
+    assert torch.autograd.gradcheck(lambda *qkv: packed_attention(module, *qkv, None, layout=layout)[0], leaves)
 
 
 def test_where_only_first_tokens_are_read_their_rows_and_all_gradients_are_those_of_full_attention() -> None:
     layout = make_layout([5, 3, 9, 8, 1, 30])
     draw = torch.Generator().manual_seed(0)
-    leaves = [
-        torch.randn(1, 4, 56, 8, generator=draw, dtype=torch.float64, requires_grad=True) for _ in ("q", "k", "v")
-    ]
+    leaves = [torch.randn(1, 4, 56, 8, generator=draw, dtype=torch.float64).requires_grad_() for _ in "qkv"]
     above = torch.randn(6, 4, 8, generator=draw, dtype=torch.float64)
     module, rows, gradients = torch.nn.Module(), [], []
     for only_first in (False, True):
@@ -114,8 +105,7 @@ def test_where_only_first_tokens_are_read_their_rows_and_all_gradients_are_those
         others = torch.ones(56, dtype=torch.bool).index_fill_(0, layout.starts, value=False)
         assert bool((out[0, others] == 0).all()) == only_first
     torch.testing.assert_close(*rows)
-    for full, first in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, full)
+    torch.testing.assert_close(*gradients)
 
 
 def test_values_in_bfloat16_beside_float32_queries_give_bfloat16() -> None:

@@ -1,10 +1,10 @@
-import json
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.peft_io import SETTINGS, WEIGHTS, default_targets, export_adapter, import_adapter, peft_name
+from tests.models.folders import change_json
 
 
 @pytest.fixture
@@ -13,11 +13,6 @@ def folder(tiny_of, spec_of, tmp_path: Path) -> Path:
     params = tiny.params(spec_of(name="a-0", ranks=(2, 2, 2)))
     export_adapter(params, tmp_path, family=tiny.backbone.family, base="base", scale=lambda rank: 4 / rank)
     return tmp_path
-
-
-def settings(folder: Path, **changes: object) -> None:
-    path = folder / SETTINGS
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_names_by_hand(tiny_of) -> None:
@@ -36,7 +31,7 @@ def test_a_damaged_folder_is_refused(tiny_of, folder: Path) -> None:
 
 
 def test_another_kind_of_adapter_is_refused(tiny_of, folder: Path) -> None:
-    settings(folder, peft_type="IA3")
+    change_json(folder / SETTINGS, peft_type="IA3")
     with pytest.raises(ModelError, match=r"has peft_type='IA3', which plain LoRA has not"):
         import_adapter(folder, family=tiny_of("roberta").backbone.family)
 
@@ -45,7 +40,7 @@ def test_two_scales_of_one_rank_become_one_by_what_b_is_multiplied_with(tiny_of,
     """By hand: alpha 4 and 6 of rank 2 are scales 2 and 3, and 3 B = 2 (1.5 B)."""
     family = tiny_of("roberta").backbone.family
     before, _ = import_adapter(folder, family=family)
-    settings(folder, alpha_pattern={"query": 4, "value": 6})
+    change_json(folder / SETTINGS, alpha_pattern={"query": 4, "value": 6})
     after, scale = import_adapter(folder, family=family)
     assert scale(2) == 2.0
     for key, tensor in before.items():

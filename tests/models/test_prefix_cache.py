@@ -75,11 +75,12 @@ def test_without_a_budget_nothing_is_kept() -> None:
     assert compute.asked == [[5, 1, 3, 0]] * 2, "a chunk once for all of a batch's examples in it"
 
 
-def test_examples_of_no_split_are_computed_as_they_are_and_not_kept() -> None:
-    cache, compute = PrefixCache(budget_bytes=10**6), Counted()
+def test_examples_of_no_split_are_computed_as_they_are_and_not_kept(tmp_path: Path) -> None:
+    cache, compute = on_disk(tmp_path, budget_bytes=10**6), Counted()
     for _ in range(2):
         assert cache.states(split_of(LENGTHS), compute).shape == (42, 2)
     assert len(compute.asked) == 2 and cache.used_bytes == 0
+    assert not any(tmp_path.iterdir())
 
 
 def test_two_splits_with_the_same_places_are_not_mistaken_for_each_other() -> None:
@@ -130,11 +131,6 @@ def test_what_memory_has_is_not_read_from_the_disk(tmp_path: Path) -> None:
         path.unlink()
     cache.states(split.take(np.array([2])), compute)
     assert compute.asked == [[2]]
-
-
-def test_examples_of_no_split_are_not_written(tmp_path: Path) -> None:
-    on_disk(tmp_path).states(split_of(LENGTHS), Counted())
-    assert not any(tmp_path.iterdir())
 
 
 def test_states_read_in_inference_mode_can_be_trained_on(tmp_path: Path) -> None:

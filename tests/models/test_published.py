@@ -6,71 +6,71 @@ pretraining, early names of norms, buffers that are no parameters any more, old 
 
 import dataclasses
 import json
-import shutil
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.client.batching import PackedBatch, collate_packed, forward
 from atlas_fl.client.job import Site, initial_params
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import backbone_features, embed_tokens, head_logits, norm_and_pool, run_blocks
 from atlas_fl.models.loading import load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
-from atlas_fl.models.registry import FAMILIES
-from atlas_fl.models.tokenization import encode_examples, encode_targets
+from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_targets
 from atlas_fl.setup.assembly import max_sequence_length
 from atlas_fl.split.model import load_client_part
 from tests.architectures import ARCHITECTURES
+from tests.models.folders import change_json
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11", "w3", "w9 w2 w4 w9", "w7 w7 w1 w0 w5 w6 w2"]
 PAIRS = ["w4 w5", "w6 w7 w8 w9", "w1", "w2 w3 w4"]
-PREFIXES = {name: family.prefix for name, family in FAMILIES.items()}
 
 
-def qwen_words(texts: list[str]) -> list[str]:
-    """The texts for the tokenizer of bytes."""
-    return [text.replace("w", "").replace(" ", "") for text in texts]
+def texts_of(architecture: str) -> list[str]:
+    """The texts, for Qwen2's tokenizer of bytes without letters and blanks."""
+    return [text.replace("w", "").replace(" ", "") for text in TEXTS] if architecture == "qwen2" else TEXTS
 
 
-def texts_of(architecture: str, texts: list[str] = TEXTS) -> list[str]:
-    return qwen_words(texts) if architecture == "qwen2" else texts
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def rename(tensors: Mapping[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
-    return {rule(key): tensor.clone() for key, tensor in tensors.items()}
+def pretraining_head(words: Tensor, dense: str, norm: str, decoder: str, bias: str) -> dict[str, Tensor]:
+    """The head that predicts words, by the names of its layers; what it holds plays no part."""
+    weights = {dense + ".weight": torch.eye(32), norm + ".weight": torch.ones(32), decoder + ".weight": words.clone()}
+    return weights | {dense + ".bias": torch.zeros(32), norm + ".bias": torch.zeros(32), bias: torch.zeros(len(words))}
 
 
 def bert_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`bert-base-uncased`: BertForPreTraining, with the norms' first names."""
-    old = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
-
-    def rule(key: str) -> str:
-        ending = next((new for new in old if key.endswith(new)), None)
-        return "bert." + (key if ending is None else key.replace(ending, old[ending]))
-
+    place = "cls.predictions"
     words = tensors["embeddings.word_embeddings.weight"]
-    return rename(tensors, rule) | {
+    names = f"{place}.transform.dense", f"{place}.transform.LayerNorm", f"{place}.decoder", f"{place}.bias"
+    whole = below("bert.", tensors) | pretraining_head(words, *names)
+    return with_first_names(whole) | {
         "bert.embeddings.position_ids": torch.arange(66)[None],
-        "cls.predictions.bias": torch.zeros(len(words)),
-        "cls.predictions.transform.dense.weight": torch.eye(32),
-        "cls.predictions.transform.dense.bias": torch.zeros(32),
-        "cls.predictions.transform.LayerNorm.gamma": torch.ones(32),
-        "cls.predictions.transform.LayerNorm.beta": torch.zeros(32),
-        "cls.predictions.decoder.weight": words.clone(),
         "cls.seq_relationship.weight": torch.zeros(2, 32),
         "cls.seq_relationship.bias": torch.zeros(2),
     }
+
+
+def with_first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Norms have gamma and beta, as in the first files of BERT."""
+    new = re.compile(r"(?<=LayerNorm\.)(weight|bias)$")
+    return {new.sub(lambda end: {"weight": "gamma", "bias": "beta"}[end[0]], key): own for key, own in tensors.items()}
 
 
 def masked_bert_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,46 +80,34 @@ def masked_bert_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def roberta_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`roberta-base`: RobertaForMaskedLM, no pooler, with the buffer of positions."""
-    inside = {f"roberta.{key}": tensor.clone() for key, tensor in tensors.items() if "pooler" not in key}
-    return inside | {
-        "roberta.embeddings.position_ids": torch.arange(66)[None],
-        "lm_head.bias": torch.zeros(45),
-        "lm_head.dense.weight": torch.eye(32),
-        "lm_head.dense.bias": torch.zeros(32),
-        "lm_head.layer_norm.weight": torch.ones(32),
-        "lm_head.layer_norm.bias": torch.zeros(32),
-        "lm_head.decoder.weight": tensors["embeddings.word_embeddings.weight"].clone(),
-    }
+    inside = below("roberta.", {key: tensor for key, tensor in tensors.items() if "pooler" not in key})
+    names = "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"
+    head = pretraining_head(tensors["embeddings.word_embeddings.weight"], *names)
+    return inside | head | {"roberta.embeddings.position_ids": torch.arange(66)[None]}
 
 
 def distilbert_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`distilbert-base-uncased`: DistilBertForMaskedLM."""
-    return {f"distilbert.{key}": tensor.clone() for key, tensor in tensors.items()} | {
-        "vocab_transform.weight": torch.eye(32),
-        "vocab_transform.bias": torch.zeros(32),
-        "vocab_layer_norm.weight": torch.ones(32),
-        "vocab_layer_norm.bias": torch.zeros(32),
-        "vocab_projector.weight": tensors["embeddings.word_embeddings.weight"].clone(),
-        "vocab_projector.bias": torch.zeros(45),
-    }
+    names = "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"
+    return below("distilbert.", tensors) | pretraining_head(tensors["embeddings.word_embeddings.weight"], *names)
 
 
 def gpt2_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`gpt2`: names without a prefix, and the masks of attention as buffers."""
     masks = {f"h.{block}.attn.bias": torch.ones(64, 64).tril()[None, None] for block in range(3)}
-    return rename(tensors, lambda key: key) | masks
+    return below("", tensors) | masks
 
 
 def llama_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An early Llama: `model.` before all names, its own output embedding, the frequencies of rotations as buffers."""
     buffers = {f"model.layers.{block}.self_attn.rotary_emb.inv_freq": torch.ones(4) for block in range(3)}
     head = {"lm_head.weight": torch.randn(43, 32, generator=torch.Generator().manual_seed(1))}
-    return {f"model.{key}": tensor.clone() for key, tensor in tensors.items()} | buffers | head
+    return below("model.", tensors) | buffers | head
 
 
 def tied_as_published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`Qwen2.5-0.5B`: `model.` before all names, the output embedding tied."""
-    return {f"model.{key}": tensor.clone() for key, tensor in tensors.items()}
+    return below("model.", tensors)
 
 
 PUBLISHED: dict[str, tuple[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]], dict[str, Any]]] = {
@@ -153,36 +141,41 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], files: str) -> None:
 
 
 def settings(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    change_json(folder / "config.json", **changes)
 
 
 @pytest.fixture
-def copy_of(tiny_of, tmp_path: Path) -> Callable[[str], Path]:
-    """A folder of an architecture's tiny model, to change."""
+def published_as(copy_of) -> Callable[..., tuple[str, Path]]:
+    """The architecture of a published model, and its folder."""
 
-    def get(architecture: str) -> Path:
-        return Path(
-            shutil.copytree(tiny_of(architecture).path, tmp_path / f"{architecture}-{len(list(tmp_path.iterdir()))}")
-        )
+    def get(model: str, files: str = "safetensors") -> tuple[str, Path]:
+        architecture, published, changes = PUBLISHED[model]
+        folder = copy_of(architecture)
+        write_weights(folder, published(load_file(folder / "model.safetensors")), files)
+        settings(folder, **changes)
+        return architecture, folder
 
     return get
 
 
-def task_of(labels: int = 3) -> Task:
-    return Task(name="t", num_labels=labels, metric="accuracy", load=lambda _: pytest.fail("reads no data"))
+TASK = Task(name="t", num_labels=3, metric="accuracy", load=lambda _: pytest.fail("reads no data"))
+
+
+def encoded(texts: list[str], pair: list[str] | None, tokenizer: Any, max_length: int) -> EncodedExamples:
+    labels = torch.zeros(len(texts), dtype=torch.int64).numpy()
+    return encode_examples(texts, pair, labels, tokenizer=tokenizer, max_length=max_length)
+
+
+def row_of(examples: EncodedExamples) -> PackedBatch:
+    return collate_packed([examples], device=torch.device("cpu"))
 
 
 def ours(folder: Path, texts: list[str], pair: list[str] | None = None) -> tuple[Any, dict[str, Tensor], Tensor]:
     """(backbone, head, logits with a gradient) of the texts as one packed row."""
     backbone = load_backbone(str(folder))
-    head = initial_params(backbone, {}, ranks={}, task=task_of(), seed=3)
+    head = initial_params(backbone, {}, ranks={}, task=TASK, seed=3)
     head = {key: (10 * value if value.dim() > 1 else value + 0.3).requires_grad_() for key, value in head.items()}
-    labels = torch.zeros(len(texts), dtype=torch.int64).numpy()
-    examples = encode_examples(
-        texts, pair, labels, tokenizer=backbone.tokenizer, max_length=max_sequence_length(backbone)
-    )
-    row = collate_packed([examples], device=torch.device("cpu"))
+    row = row_of(encoded(texts, pair, backbone.tokenizer, max_sequence_length(backbone)))
     features = backbone_features(backbone, row.ids, row.types, row.layout)
     return backbone, head, head_logits(backbone, head, features)
 
@@ -214,12 +207,8 @@ def assert_stock(folder: Path, texts: list[str], pair: list[str] | None = None) 
 
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_folder_as_its_authors_publish_it_gives_the_stock_classifiers_logits(copy_of, model: str, files: str) -> None:
-    architecture, published, changes = PUBLISHED[model]
-    folder = copy_of(architecture)
-    tensors = published(load_file(folder / "model.safetensors"))
-    write_weights(folder, tensors, files)
-    settings(folder, **changes)
+def test_a_folder_as_its_authors_publish_it_gives_the_stock_classifiers_logits(published_as, model, files) -> None:
+    architecture, folder = published_as(model, files)
     backbone = assert_stock(folder, texts_of(architecture))
     assert not any(parameter.is_meta for parameter in backbone.model.parameters())
     if files in ("safetensors", "shards"):
@@ -229,37 +218,28 @@ def test_a_folder_as_its_authors_publish_it_gives_the_stock_classifiers_logits(c
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "qwen2.5", "mistral"])
-def test_a_published_folder_writes_with_the_stock_models_output_embedding(copy_of, model: str) -> None:
-    architecture, published, changes = PUBLISHED[model]
-    folder = copy_of(architecture)
-    write_weights(folder, published(load_file(folder / "model.safetensors")), "safetensors")
-    settings(folder, **changes)
+def test_a_published_folder_writes_with_the_stock_models_output_embedding(published_as, model: str) -> None:
+    architecture, folder = published_as(model)
     backbone = load_backbone(str(folder), writes=True)
     causal = AutoModelForCausalLM.from_pretrained(folder).eval()
     examples = encode_targets(texts_of(architecture), None, tokenizer=backbone.tokenizer, max_length=32)
-    row = collate_packed([examples], device=torch.device("cpu"))
+    row = row_of(examples)
+    texts = [torch.from_numpy(ids)[None] for ids in np.split(examples.ids, examples.offsets[1:-1])]
     with torch.no_grad():
         features = backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
         found = head_logits(backbone, {}, features)
-        expected = []
-        for start, stop in zip(examples.offsets[:-1], examples.offsets[1:]):
-            expected.append(causal(input_ids=torch.from_numpy(examples.ids[None, start:stop])).logits[0, :-1])
+        expected = [causal(input_ids=ids).logits[0, :-1] for ids in texts]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_a_pooler_that_the_files_lack_is_a_part_of_the_head_and_so_trains_and_is_exported(copy_of, tmp_path) -> None:
+def test_a_pooler_that_the_files_lack_is_a_part_of_the_head_and_so_trains_and_is_exported(
+    published_as, tmp_path
+) -> None:
     """The stock classifier reads the pooler, draws it and trains it; PEFT alone would freeze what it has drawn."""
-    from peft import PeftModel
-
-    folder = copy_of("bert")
-    write_weights(folder, masked_bert_as_published(load_file(folder / "model.safetensors")), "safetensors")
+    _, folder = published_as("bert masked")
     backbone, head, logits = ours(folder, TEXTS)
-    assert list(head) == [
-        "head.bert.pooler.dense.weight",
-        "head.bert.pooler.dense.bias",
-        "head.classifier.weight",
-        "head.classifier.bias",
-    ]
+    layers = "head.bert.pooler.dense", "head.classifier"
+    assert list(head) == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
     assert backbone.model.pooler is None
     logits.square().sum().backward()
     assert all(value.grad.abs().max() > 0 for value in head.values())
@@ -274,22 +254,16 @@ def test_a_pooler_that_the_files_lack_is_a_part_of_the_head_and_so_trains_and_is
     with torch.random.fork_rng():
         base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
         loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    site = Site(
-        backbone=backbone, data={}, targets=(module.rsplit(".", 1)[-1],), scale=lambda rank: 1 / rank, max_tokens=4096
-    )
+    site = Site(backbone=backbone, data={}, targets=("query",), scale=lambda rank: 1 / rank, max_tokens=4096)
     site.__dict__["modules"] = {module: backbone.model.get_submodule(module)}
-    labels = torch.zeros(len(TEXTS), dtype=torch.int64).numpy()
-    examples = encode_examples(TEXTS, None, labels, tokenizer=backbone.tokenizer, max_length=32)
-    with torch.no_grad(), forward(collate_packed([examples], device=torch.device("cpu")), [params], site) as (found,):
+    row = row_of(encoded(TEXTS, None, backbone.tokenizer, 32))
+    with torch.no_grad(), forward(row, [params], site) as (found,):
         expected = torch.cat([loaded(**backbone.tokenizer(text, return_tensors="pt")).logits for text in TEXTS])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == [
-        "classifier",
-        "pooler",
-    ]
-    save_classifier(
-        backbone, {key: value.detach() for key, value in head.items()}, tmp_path / "whole", labels=("a", "b", "c")
-    )
+    stored = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert stored["modules_to_save"] == ["classifier", "pooler"]
+    trained = {key: value.detach() for key, value in head.items()}
+    save_classifier(backbone, trained, tmp_path / "whole", labels=("a", "b", "c"))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
     with torch.no_grad():
         again = torch.cat([whole(**backbone.tokenizer(text, return_tensors="pt")).logits for text in TEXTS])
@@ -312,9 +286,7 @@ def test_a_folder_without_a_tokenizers_files_is_refused(copy_of, architecture: s
     (folder / "tokenizer.json").unlink()
     if also:
         (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(
-        ModelError, match=r"knows no word: .* has no file of its tokens; copy|could not be loaded: "
-    ) as error:
+    with pytest.raises(ModelError, match=r"knows no word: .* has no file of its tokens; copy|could not be l") as error:
         load_backbone(str(folder))
     assert "\n" not in str(error.value)
 
@@ -326,9 +298,8 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(copy_of, archit
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(
-        ModelError, match=rf"gives 'more' the id {rows}, and the model has embeddings for ids below {rows}"
-    ):
+    message = rf"gives 'more' the id {rows}, and the model has embeddings for ids below {rows}"
+    with pytest.raises(ModelError, match=message):
         load_backbone(str(folder))
 
 
@@ -366,20 +337,17 @@ def test_padding_that_differs_is_refused_where_the_stock_classifier_looks_for_it
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_types_of_a_pair_are_those_that_the_tokenizer_gives_its_stock_model(copy_of, architecture, given) -> None:
     folder = copy_of(architecture)
-    path = folder / "tokenizer_config.json"
     names = ["input_ids", *(["token_type_ids"] if given else []), "attention_mask"]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": names}))
+    change_json(folder / "tokenizer_config.json", model_input_names=names)
     backbone = assert_stock(folder, TEXTS, PAIRS)
-    labels = torch.zeros(len(TEXTS)).numpy()
-    types = encode_examples(TEXTS, PAIRS, labels, tokenizer=backbone.tokenizer, max_length=32).types
+    types = encoded(TEXTS, PAIRS, backbone.tokenizer, 32).types
     assert bool(types.any()) == (given and architecture == "bert")
 
 
 def test_token_types_that_gpt2_would_add_as_words_are_refused(copy_of) -> None:
     folder = copy_of("gpt2")
-    path = folder / "tokenizer_config.json"
-    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    change_json(folder / "tokenizer_config.json", model_input_names=names)
     with pytest.raises(ModelError, match="gives token types, which gpt2 would add as words"):
         load_backbone(str(folder))
 
@@ -406,21 +374,12 @@ def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(co
         load_backbone(str(folder))
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 3}
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 4}),
     "mistral of one": ("mistral", {"sliding_window": 1}),
-    "qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 3},
-    ),
-    "qwen2 upper blocks": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 3,
-            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "qwen2": ("qwen2", SLIDING | {"layer_types": ["sliding_attention"] * 3}),
+    "qwen2 upper blocks": ("qwen2", SLIDING | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
 }
 
 
@@ -436,8 +395,7 @@ def test_texts_longer_than_a_sliding_window_give_the_stock_models_logits_and_gra
     expected = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     whole = dataclasses.replace(backbone, model=backbone.model.requires_grad_(True))
-    examples = encode_examples(texts, None, torch.zeros(4).numpy(), tokenizer=tokenizer, max_length=66)
-    row = collate_packed([examples], device=torch.device("cpu"))
+    row = row_of(encoded(texts, None, tokenizer, 66))
     again = head_logits(whole, head, backbone_features(whole, row.ids, row.types, row.layout))
     above = torch.randn(again.shape, generator=torch.Generator().manual_seed(0))
     (again * above).sum().backward()

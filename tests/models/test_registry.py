@@ -4,16 +4,7 @@ import pytest
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models import registry
-from atlas_fl.models.registry import (
-    FAMILIES,
-    MODELS,
-    VISION_FAMILIES,
-    Family,
-    head_shapes,
-    is_hub_reachable,
-    locate_model,
-    suggested_lr,
-)
+from atlas_fl.models.registry import FAMILIES, MODELS, VISION_FAMILIES, Family, head_shapes, locate_model, suggested_lr
 from atlas_fl.params import is_last_layer
 
 
@@ -57,18 +48,16 @@ def test_a_hub_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(registry, "getproxies", dict)
     monkeypatch.setattr(registry, "ENDPOINT", "http://127.0.0.1:9")  # the port of `discard`, where nobody listens
-    assert not is_hub_reachable(timeout_seconds=0.5)
+    assert not registry.is_hub_reachable(timeout_seconds=0.5)
     monkeypatch.setattr(registry, "getproxies", lambda: {"https": "http://proxy:3128"})
-    assert is_hub_reachable()
+    assert registry.is_hub_reachable()
     monkeypatch.setattr(registry, "HF_HUB_OFFLINE", True)
-    assert not is_hub_reachable()
+    assert not registry.is_hub_reachable()
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "./" + "y" * 300])
 def test_a_name_that_no_file_system_looks_for_is_one_short_line(name: str) -> None:
-    with pytest.raises(
-        ModelError, match=r"^model '.* cannot be looked for \(.*\); give the path of a directory"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"^model '.* cannot be looked for \(.*\); give the path of a") as caught:
         locate_model(name)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700

@@ -1,27 +1,18 @@
 """Files of a model are data: code among them is never run, and nobody is asked whether it may be."""
 
 import ast
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import atlas_fl
 from atlas_fl.errors import ModelError
 from atlas_fl.models.loading import load_backbone, loading_options
 from atlas_fl.models.vision_loading import load_vision
+from tests.models.folders import change_json
+from tests.sources import MODULES, called, nodes
 
-SOURCES = sorted(Path(atlas_fl.__file__).parent.rglob("*.py"))
 LOADS = frozenset({"from_pretrained", "from_config", "load_dataset"})
-
-
-def loading_calls(path: Path) -> Iterator[ast.Call]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADS:
-            yield node
 
 
 def refuses_code(call: ast.Call) -> bool:
@@ -32,31 +23,24 @@ def refuses_code(call: ast.Call) -> bool:
 
 @pytest.mark.slow
 def test_every_call_that_loads_a_model_or_data_refuses_code() -> None:
-    calls = [(path, call) for path in SOURCES for call in loading_calls(path)]
+    calls = [(path, call) for path in MODULES.values() for call in nodes(path, ast.Call) if called(call) in LOADS]
     assert len(calls) > 10
     assert [f"{path.name}:{call.lineno}" for path, call in calls if not refuses_code(call)] == []
     assert loading_options("x")["trust_remote_code"] is False
-    assert not refuses_code(next(loading_calls_of("AutoModel.from_pretrained('x', local_files_only=True)")))
-
-
-def loading_calls_of(text: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    assert not refuses_code(ast.parse("AutoModel.from_pretrained('x', local_files_only=True)", mode="eval").body)
 
 
 @pytest.fixture
-def folder(tiny_of, tmp_path: Path) -> Path:
+def folder(copy_of) -> Path:
     """A model of ours, of which a test replaces a file."""
-    found = tmp_path / "model"
-    shutil.copytree(tiny_of("bert").path, found)
-    return found
+    return copy_of("bert")
 
 
 def test_code_beside_a_model_is_not_run_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = folder.parent / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\nclass EvilConfig: pass\n")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    classes = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}
+    change_json(folder / "config.json", model_type="evil", auto_map=classes)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ModelError) as caught:
         load_backbone(str(folder))

@@ -3,6 +3,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
@@ -13,6 +14,9 @@ THREE = EncodedExamples(
     offsets=np.array([0, 3, 4, 6]),
     labels=np.array([7, 8, 9]),
 )
+
+
+PROMPTS, ANSWERS = ["w1 w2", "w1 w2 w3 w4 w5", "w1"], ["w3", "w6 w7", "w2 w3 w4 w5 w6 w7 w8"]
 
 
 def test_taking_examples_by_hand() -> None:
@@ -66,24 +70,17 @@ def test_text_by_hand(tiny_of) -> None:
 def test_text_after_prompts_by_hand(tiny_of) -> None:
     """Llama's tokenizer begins every text with <s>, which a prompt keeps when it loses its beginning."""
     tokenizer = tiny_of("llama").backbone.tokenizer
-    text, target = ["w1 w2", "w1 w2 w3 w4 w5", "w1"], ["w3", "w6 w7", "w2 w3 w4 w5 w6 w7 w8"]
-    found = encode_targets(text, target, tokenizer=tokenizer, max_length=6)
-    assert spelled(found, tokenizer) == [
-        "<s> w1 w2 [w3] [</s>]",
-        "<s> w4 w5 [w6] [w7] [</s>]",
-        "w1 [w2] [w3] [w4] [w5] [w6]",
-    ]
-    prompts = encode_prompts(text, tokenizer=tokenizer, max_length=4)
+    found = encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=6)
+    lines = ["<s> w1 w2 [w3] [</s>]", "<s> w4 w5 [w6] [w7] [</s>]", "w1 [w2] [w3] [w4] [w5] [w6]"]
+    assert spelled(found, tokenizer) == lines
+    prompts = encode_prompts(PROMPTS, tokenizer=tokenizer, max_length=4)
     assert spelled(prompts, tokenizer) == ["<s> w1 w2", "<s> w3 w4 w5", "<s> w1"]
     assert prompts.target_mask is None
 
 
 def test_a_line_break_stands_between_prompt_and_answer(tiny_of) -> None:
     """Qwen2's test tokenizer knows bytes, GPT-2's way of a line break among them."""
-    tokenizer = tiny_of("qwen2").backbone.tokenizer
-    tokenizer = copy.deepcopy(tokenizer)
-    from tokenizers import pre_tokenizers
-
+    tokenizer = copy.deepcopy(tiny_of("qwen2").backbone.tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found = encode_targets(["ab"], ["c"], tokenizer=tokenizer, max_length=9)
     assert spelled(found, tokenizer) == ["a b \u010a [c] [<|im_end|>]"]
@@ -98,22 +95,19 @@ def test_examples_remember_how_long_they_were_before_they_were_cut(tiny_of) -> N
     text = ["w1 w2 w3 w4 w5 w6 w7", "w1", "w1 w2 w3 w4"]
     cut = encode_examples(text, None, labels, tokenizer=tokenizer, max_length=6)
     assert full_and_kept(cut) == [(9, 6), (3, 3), (6, 6)]
-    assert full_and_kept(encode_examples(text, text[::-1], labels, tokenizer=tokenizer, max_length=8)) == [
-        (14, 8),
-        (5, 5),
-        (14, 8),
-    ]
+    pairs = encode_examples(text, text[::-1], labels, tokenizer=tokenizer, max_length=8)
+    assert full_and_kept(pairs) == [(14, 8), (5, 5), (14, 8)]
     assert full_and_kept(encode_examples(text, None, labels, tokenizer=tokenizer, max_length=9)) is None
     assert cut.digest == dataclasses.replace(cut, full_lengths=None).digest
 
 
 def test_texts_that_are_written_remember_it_too(tiny_of) -> None:
     tokenizer = tiny_of("llama").backbone.tokenizer
-    text, target = ["w1 w2", "w1 w2 w3 w4 w5", "w1"], ["w3", "w6 w7", "w2 w3 w4 w5 w6 w7 w8"]
-    assert full_and_kept(encode_targets(text, target, tokenizer=tokenizer, max_length=6)) == [(5, 5), (9, 6), (10, 6)]
-    assert full_and_kept(encode_targets(text, None, tokenizer=tokenizer, max_length=5)) == [(4, 4), (7, 5), (3, 3)]
-    assert full_and_kept(encode_prompts(text, tokenizer=tokenizer, max_length=4)) == [(3, 3), (6, 4), (2, 2)]
-    assert encode_targets(text, target, tokenizer=tokenizer, max_length=20).full_lengths is None
+    answers = encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=6)
+    assert full_and_kept(answers) == [(5, 5), (9, 6), (10, 6)]
+    assert full_and_kept(encode_targets(PROMPTS, None, tokenizer=tokenizer, max_length=5)) == [(4, 4), (7, 5), (3, 3)]
+    assert full_and_kept(encode_prompts(PROMPTS, tokenizer=tokenizer, max_length=4)) == [(3, 3), (6, 4), (2, 2)]
+    assert encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=20).full_lengths is None
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,9 @@ Load = Callable[..., Vision]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[tuple[str, bool], Path] = {}
-
+    @cache
     def make(model_type: str = "vit", *, headless: bool = True) -> Path:
-        key = (model_type, headless)
-        if key not in made:
-            made[key] = save_tiny(tmp_path_factory.mktemp("vision"), model_type, headless=headless)
-        return made[key]
+        return save_tiny(tmp_path_factory.mktemp("vision"), model_type, headless=headless)
 
     return make
 
@@ -49,13 +46,9 @@ def images(count: int = 4, side: int = 16, *, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-def params_of(vision: Vision, *, num_labels: int = 5) -> dict[str, torch.Tensor]:
-    return {
-        **backbone_weights(vision),
-        **init_head(
-            head_shapes(as_whole(vision).family, hidden=vision.hidden, num_labels=num_labels), seed=1, group="x"
-        ),
-    }
+def params_of(vision: Vision) -> dict[str, torch.Tensor]:
+    shapes = head_shapes(as_whole(vision).family, hidden=vision.hidden, num_labels=5)
+    return {**backbone_weights(vision), **init_head(shapes, seed=1, group="x")}
 
 
 @pytest.mark.parametrize("headless", [True, False])
@@ -92,16 +85,11 @@ def test_every_given_tensor_takes_the_place_of_its_own_and_the_module_keeps_its_
     assert all(tensor.equal(before[name]) for name, tensor in backbone_weights(vision).items())
 
 
-def test_gradients_reach_the_given_tensors_and_equal_those_of_the_stock_module(
-    load: Load, folder: Callable[..., Path]
-) -> None:
+def test_gradients_reach_the_given_tensors_and_equal_those_of_the_stock_module(load: Load, folder) -> None:
     vision, whole = load(), stock(folder())
     label = torch.tensor([0, 1, 2, 3])
-    live = {
-        **{name: tensor.clone().requires_grad_() for name, tensor in backbone_weights(vision).items()},
-        "head.weight": whole.classifier.weight.detach().clone().requires_grad_(),
-        "head.bias": whole.classifier.bias.detach().clone().requires_grad_(),
-    }
+    given = {**backbone_weights(vision), "head.weight": whole.classifier.weight, "head.bias": whole.classifier.bias}
+    live = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items()}
     found = torch.autograd.grad(cross_entropy(image_logits(vision, live, images()), label), list(live.values()))
     cross_entropy(whole(images()).logits, label).backward()
     stock_names = {"head.weight": "classifier.weight", "head.bias": "classifier.bias"}
@@ -146,17 +134,13 @@ def test_counts_by_hand(load: Load) -> None:
     named = dict(backbone.model.named_parameters())
     assert backbone.num_parameters == embeddings + 3 * block + 64
     assert sum(named[name].numel() for name in trainable_names(as_whole(vision), frozen_blocks=1)) == 2 * block + 64
-    assert head_shapes(backbone.family, hidden=backbone.width, num_labels=5) == {
-        "head.weight": (5, 32),
-        "head.bias": (5,),
-    }
+    shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=5)
+    assert shapes == {"head.weight": (5, 32), "head.bias": (5,)}
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "dinov2_with_registers"])
 @pytest.mark.parametrize("size", [8, 24])
-def test_other_sizes_are_what_the_stock_model_makes_of_them(
-    model_type: str, size: int, load: Load, folder: Callable[..., Path]
-) -> None:
+def test_other_sizes_are_what_the_stock_model_makes_of_them(model_type: str, size: int, load: Load, folder) -> None:
     vision, whole = load(model_type, image_size=size), stock(folder(model_type))
     asks = {} if model_type.startswith("dinov2") else {"interpolate_pos_encoding": True}
     inner = whole.base_model
@@ -183,9 +167,13 @@ def written_processor(folder: Path, path: Path, **changes: object) -> Path:
     path.mkdir()
     for file in folder.iterdir():
         (path / file.name).symlink_to(file)
-    (path / "preprocessor_config.json").unlink()
-    (path / "preprocessor_config.json").write_text(json.dumps(processor(**changes)))
+    replace_json(path / "preprocessor_config.json", processor(**changes))
     return path
+
+
+def replace_json(link: Path, value: dict[str, object]) -> None:
+    link.unlink()
+    link.write_text(json.dumps(value))
 
 
 @pytest.mark.parametrize("resample", [2, 3])
@@ -215,9 +203,7 @@ def test_one_pixel_by_hand(load: Load) -> None:
     assert preprocess(vision, pixels).equal(preprocess(vision, torch.full((1, 16, 16, 1), 51, dtype=torch.uint8)))
 
 
-def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(
-    folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(folder, tmp_path: Path) -> None:
     plain = written_processor(folder(), tmp_path / "a", do_normalize=False, do_rescale=False)
     assert load_vision(str(plain)).rescale == 1.0
     assert preprocess(load_vision(str(plain)), np.full((1, 16, 16, 3), 51, dtype=np.uint8)).unique().tolist() == [51.0]
@@ -231,10 +217,9 @@ def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(
 def test_wrong_models_are_one_line(
     folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    text = tmp_path / "text"
-    text.mkdir()
+    empty, text = tmp_path / "empty", tmp_path / "text"
+    for path in (empty, text):
+        path.mkdir()
     (text / "config.json").write_text(json.dumps({"model_type": "bert"}))
     (text / "preprocessor_config.json").write_text(json.dumps(processor()))
     for path in (empty, text):
@@ -243,8 +228,7 @@ def test_wrong_models_are_one_line(
         assert "\n" not in str(caught.value)
     other = written_processor(folder(), tmp_path / "other")
     config = json.loads((folder() / "config.json").read_text())
-    (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    replace_json(other / "config.json", {**config, "num_hidden_layers": 4})
     with pytest.raises(ModelError, match=r"lacks vit\.layers\.3\..* and 15 more tensors; give complete files"):
         load_vision(str(other))
     assert capfd.readouterr() == ("", "")

@@ -1,6 +1,5 @@
 """A vision model as the backbone of packs: its tokens, its weights, and what it is not."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
+from tests.models.folders import change_json
 from tests.models.tiny_vision import save_tiny
 
 TOKENS = {"vit": 17, "deit": 18, "dinov2": 17, "dinov2_with_registers": 20}
@@ -52,8 +52,6 @@ def test_a_model_of_images_reads_no_texts(tmp_path: Path) -> None:
 
 def test_a_classifier_with_two_heads_takes_no_adapters(tmp_path: Path) -> None:
     path = save_tiny(tmp_path, "deit")
-    config = json.loads((path / "config.json").read_text())
-    config["architectures"] = ["DeiTForImageClassificationWithTeacher"]
-    (path / "config.json").write_text(json.dumps(config))
+    change_json(path / "config.json", architectures=["DeiTForImageClassificationWithTeacher"])
     with pytest.raises(ModelError, match="with a single classifier"):
         load_image_backbone(str(path))

@@ -38,17 +38,15 @@ def test_a_probe_reads_what_is_plain_and_not_what_is_noise() -> None:
     assert float((blind == tokens[400:]).float().mean()) < 0.15
 
 
-def test_a_deeper_cut_and_noise_leave_a_probe_less(tiny_of, site_of, spec_of) -> None:
-    tiny = tiny_of("bert")
-    site = site_of(tiny, spec_of(name="a-0", examples=200))
+def test_a_deeper_cut_and_noise_leave_a_probe_less(client_of) -> None:
+    site, _ = client_of(examples=200)
     row = collate_packed([site.data["a-0"].splits["train"]], device=torch.device("cpu"))
-    table = tiny.backbone.model.get_input_embeddings().weight
+    table = site.backbone.model.get_input_embeddings().weight
+    embedded = embed_tokens(site.backbone, row.ids, row.types, row.layout)
     half = len(row.ids) // 2
     right = {}
     for blocks in (0, 3):
-        rows = run_blocks(
-            tiny.backbone, embed_tokens(tiny.backbone, row.ids, row.types, row.layout), row.layout, range(blocks)
-        )
+        rows = run_blocks(site.backbone, embedded, row.layout, range(blocks))
         for noise in (0.0, 2.0):
             sent = add_noise(rows, noise=noise, secret=bytes(32), kind="activation")
             found = token_probe(sent[:half], row.ids[:half], sent[half:], embeddings=table)

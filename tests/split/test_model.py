@@ -1,6 +1,9 @@
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,29 +25,19 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that were really read from files."""
     names: list[str] = []
 
-    class Spy:
-        def __init__(self, path: Path, framework: str) -> None:
-            self._file = real(path, framework=framework)
+    @contextmanager
+    def spied(path: Path, framework: str) -> Iterator[SimpleNamespace]:
+        with real(path, framework=framework) as file:
 
-        def __enter__(self) -> "Spy":
-            self._file.__enter__()
-            return self
+            def get_tensor(name: str) -> torch.Tensor:
+                names.append(name)
+                return file.get_tensor(name)
 
-        def __exit__(self, *why: Any) -> None:
-            self._file.__exit__(*why)
-
-        def keys(self) -> list[str]:
-            return self._file.keys()
-
-        def get_slice(self, name: str) -> Any:
-            return self._file.get_slice(name)  # whose shape alone is asked for
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            names.append(name)
-            return self._file.get_tensor(name)
+            # of a slice the shape alone is asked for
+            yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get_tensor)
 
     real = parts.safe_open
-    monkeypatch.setattr(parts, "safe_open", Spy)
+    monkeypatch.setattr(parts, "safe_open", spied)
     return names
 
 
@@ -81,9 +74,8 @@ def test_a_client_reads_its_own_tensors_and_no_other(tiny, read: list[str], bloc
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 def test_a_part_of_its_own_computes_what_the_whole_model_does_there(tiny, site_of, spec_of, blocks: int) -> None:
     row, part = two_clients(tiny, site_of, spec_of), load_client_part(str(tiny.path), blocks=blocks)
-    found, expected = (
-        client_forward(backbone, row.ids, row.types, row.layout, blocks=blocks) for backbone in (part, tiny.backbone)
-    )
+    given = row.ids, row.types, row.layout
+    found, expected = (client_forward(own, *given, blocks=blocks) for own in (part, tiny.backbone))
     assert torch.equal(found, expected)
 
 
@@ -99,37 +91,19 @@ def test_the_server_takes_many_clients_rows_at_once(tiny, site_of, spec_of) -> N
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
-def test_shards_are_read_only_where_the_client_has_something(tiny_of, tmp_path: Path, read: list[str]) -> None:
-    tiny = tiny_of("bert")
-    tensors = load_file(tiny.path / "model.safetensors")
+def test_shards_are_read_only_where_the_client_has_something(copy_of, read: list[str]) -> None:
+    folder = copy_of("bert")
+    tensors = load_file(folder / "model.safetensors")
     shards = {name: f"model-{'top' if '.2.' in name or 'pooler' in name else 'low'}.safetensors" for name in tensors}
-    for shard in set(shards.values()):
-        if "top" not in shard:  # the upper shard is not even there
-            save_file({name: tensor for name, tensor in tensors.items() if shards[name] == shard}, tmp_path / shard)
-    for file in tiny.path.iterdir():
-        if file.name != "model.safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    part = load_client_part(str(tmp_path), blocks=2)
+    low = {name: tensor for name, tensor in tensors.items() if "low" in shards[name]}
+    save_file(low, folder / "model-low.safetensors")  # the upper shard is not even there
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    part = load_client_part(str(folder), blocks=2)
     assert len(read) == len(part.model.state_dict())
-    (tmp_path / "model-low.safetensors").unlink()
+    (folder / "model-low.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks model-low\.safetensors, which its index names"):
-        load_client_part(str(tmp_path), blocks=2)
-
-
-def test_old_names_of_norms_are_found(tiny_of, tmp_path: Path) -> None:
-    tiny = tiny_of("bert")
-    for file in tiny.path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    tensors = {}
-    for name, tensor in load_file(tiny.path / "model.safetensors").items():
-        ending = next((new for new in old if name.endswith(new)), None)
-        tensors["bert." + (name.replace(ending, old[ending]) if ending else name)] = tensor
-    save_file(tensors, tmp_path / "model.safetensors")
-    part = load_client_part(str(tmp_path), blocks=1)
-    whole = dict(tiny.backbone.model.named_parameters())
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in part.model.named_parameters())
+        load_client_part(str(folder), blocks=2)
 
 
 @pytest.mark.parametrize("blocks", [-1, 3, 7])
@@ -138,16 +112,14 @@ def test_a_cut_beyond_the_model_is_refused(tiny_of, blocks: int) -> None:
         load_client_part(str(tiny_of("bert").path), blocks=blocks)
 
 
-def test_files_that_lack_a_tensor_are_refused(tiny_of, tmp_path: Path) -> None:
-    tiny = tiny_of("gpt2")
-    for file in tiny.path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    save_file({"wte.weight": torch.zeros(41, 32)}, tmp_path / "model.safetensors")
+def test_files_that_lack_a_tensor_are_refused(copy_of) -> None:
+    folder = copy_of("gpt2")
+    save_file({"wte.weight": torch.zeros(41, 32)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lacks wpe\.weight; give complete files"):
-        load_client_part(str(tmp_path), blocks=1)
-    (tmp_path / "model.safetensors").unlink()
+        load_client_part(str(folder), blocks=1)
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"there is no model\.safetensors or pytorch_model"):
-        load_client_part(str(tmp_path), blocks=1)
+        load_client_part(str(folder), blocks=1)
 
 
 def test_what_trains_on_the_client(tiny_of, spec_of) -> None:

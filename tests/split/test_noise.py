@@ -95,7 +95,7 @@ def test_no_two_looks_share_their_noise_but_at_equal_rows() -> None:
         correlation = float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
         assert abs(correlation) < 5 / one.numel() ** 0.5, name
     # the two levels at which a row is seen do not cancel: 2 (x + n) - (x + 2 n) would be x
-    first, second = (add_noise(rows, noise=level, secret=SECRET, kind="activation") for level in (1.0, 2.0))
+    first, second = (noisy(rows, noise=level) for level in (1.0, 2.0))
     assert error(2 * first - second, rows) > 2
 
 
@@ -112,28 +112,29 @@ def test_noise_is_normal_and_of_the_stated_size() -> None:
     # neighbours and both halves of a row are made of other bits
     assert abs(float((drawn[:, 1:] * drawn[:, :-1]).mean())) < 0.02
     assert abs(float((drawn[:, :32] * drawn[:, 33:]).mean())) < 0.03
-    assert add_noise(torch.zeros(2, 3), noise=0.5, secret=SECRET, kind="activation").abs().max() == 0
+    assert noisy(torch.zeros(2, 3)).abs().max() == 0
+
+
+def noisy(rows: Tensor, noise: float = 0.5) -> Tensor:
+    return add_noise(rows, noise=noise, secret=SECRET, kind="activation")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (5, 7)])
 def test_rows_of_any_shape_get_noise_of_theirs(shape: tuple[int, int]) -> None:
-    rows = torch.ones(shape)
-    assert add_noise(rows, noise=0.5, secret=SECRET, kind="activation").shape == shape
+    assert noisy(torch.ones(shape)).shape == shape
 
 
 def test_noise_does_not_depend_on_how_rows_are_dealt_to_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(9, 5)
-    whole = add_noise(rows, noise=0.3, secret=SECRET, kind="activation")
-    parts = [add_noise(part, noise=0.3, secret=SECRET, kind="activation") for part in rows.split([2, 3, 4])]
-    assert torch.equal(torch.cat(parts), whole)
+    whole = noisy(rows)
+    assert torch.equal(torch.cat([noisy(part) for part in rows.split([2, 3, 4])]), whole)
     monkeypatch.setattr("atlas_fl.split.codec.NUMBERS_AT_ONCE", 11)
-    assert torch.equal(add_noise(rows, noise=0.3, secret=SECRET, kind="activation"), whole)
+    assert torch.equal(noisy(rows), whole)
 
 
 def test_half_precision_gets_the_noise_of_the_same_numbers() -> None:
     rows = rows_of(20, 6).bfloat16()
-    wide = add_noise(rows.float(), noise=0.5, secret=SECRET, kind="activation")
-    found = add_noise(rows, noise=0.5, secret=SECRET, kind="activation")
+    wide, found = noisy(rows.float()), noisy(rows)
     assert found.dtype is torch.bfloat16
     assert torch.allclose(found.float(), wide, atol=0.1)
 

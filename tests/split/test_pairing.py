@@ -6,13 +6,7 @@ import pytest
 
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.rng import generator
-from atlas_fl.split.host_matching import (
-    GuestRequirement,
-    HostCapacity,
-    HostingCost,
-    HostMatch,
-    match_hosts,
-)
+from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch, match_hosts
 
 
 def guest(
@@ -28,28 +22,18 @@ def random_federation(seed: int) -> tuple[list[GuestRequirement], list[HostCapac
         HostCapacity(name=f"h{k}", cluster=int(draw.integers(-1, 3)), free_bytes=int(draw.integers(0, 60)))
         for k in range(draw.integers(0, 5))
     ]
-    guests = [
-        GuestRequirement(
-            name=f"g{k}",
-            cluster=int(draw.integers(-1, 3)),
-            bytes=int(draw.integers(1, 40)),
-            device_seconds=float(draw.random()),
-            costs={
-                host.name: HostingCost(compute_seconds=float(draw.random()), link_seconds=float(draw.random()))
-                for host in hosts
-            },
-        )
-        for k in range(draw.integers(0, 7))
-    ]
+    guests = []
+    for k in range(draw.integers(0, 7)):
+        cluster, size, own = int(draw.integers(-1, 3)), int(draw.integers(1, 40)), float(draw.random())
+        costs = {host.name: (float(draw.random()), float(draw.random())) for host in hosts}
+        guests.append(guest(f"g{k}", cluster=cluster, size=size, own=own, **costs))
     return guests, hosts
 
 
 def test_four_clients_by_hand() -> None:
     """Two small ones; a laptop in their cluster with room for one of them, and a fast one in another cluster."""
-    laptop, fast = (
-        HostCapacity(name="laptop", cluster=0, free_bytes=25),
-        HostCapacity(name="fast", cluster=1, free_bytes=100),
-    )
+    laptop = HostCapacity(name="laptop", cluster=0, free_bytes=25)
+    fast = HostCapacity(name="fast", cluster=1, free_bytes=100)
     small = guest("small", size=10, own=1.0, laptop=(4.0, 2.0), fast=(0.5, 3.0))
     large = guest("large", size=20, own=1.0, laptop=(6.0, 2.0), fast=(1.0, 3.0))
     found = match_hosts([small, large], [laptop, fast])

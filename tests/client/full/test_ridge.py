@@ -52,12 +52,9 @@ def test_one_feature_and_two_images_by_hand() -> None:
 
 def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
     """On two clients of the digits, against all scales tried on their images in one place."""
-    config = with_values(
-        find_preset("vision-quick"),
-        {"model": str(save_tiny(tmp_path / "vit")), "image_size": 16, "tasks": "digits", "clients_per_task": 2}
-        | {"samples": 40, "validation_samples": 16, "test_samples": 4},
-    )
-    assembly = assemble(config)
+    small = {"samples": 40, "validation_samples": 16, "test_samples": 4, "tasks": "digits", "clients_per_task": 2}
+    model = {"model": str(save_tiny(tmp_path / "vit")), "image_size": 16}
+    assembly = assemble(with_values(find_preset("vision-quick"), {**small, **model}))
     engine = LocalEngine(site=assembly.site)
     start = fit_heads_and_mask(assembly, engine, assembly.full_models())[0]
     own = start[assembly.names[0]]

@@ -51,28 +51,24 @@ def test_training_is_a_loop_of_torch_on_the_stock_classifier(tiny, site_of, spec
     (update,) = train([job], site)
 
     stock = tiny.stock(3)
-    leaves = [(stock_name(stock, key), own) for key, own in job.params.items()]
-    named = dict(stock.named_parameters())
-    made = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
-    more = {} if options.optimizer == "adamw" else {"momentum": 0.9, "nesterov": True}
-    optimizer = made([named[name] for name, _ in leaves], lr=options.lr, weight_decay=options.weight_decay, **more)
+    named = {key: stock.get_parameter(stock_name(stock, key)) for key in job.params}
+    is_adam = options.optimizer == "adamw"
+    made, more = (torch.optim.AdamW, {}) if is_adam else (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
+    optimizer = made(named.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
     for batch in batches(site.data["a-0"].splits["train"], job, secret=None):
         optimizer.zero_grad()
         cross_entropy(padded(stock, batch, types=True), torch.from_numpy(batch.labels)).backward()
-        torch.nn.utils.clip_grad_norm_([named[name] for name, _ in leaves], options.clip)
+        torch.nn.utils.clip_grad_norm_(named.values(), options.clip)
         if mu:
-            (mu / 2 * sum((named[name] - start).square().sum() for name, start in leaves)).backward()
+            (mu / 2 * sum((named[key] - start).square().sum() for key, start in job.params.items())).backward()
         optimizer.step()
     assert set(update.params) == set(job.params)
-    moved = max(float((update.params[key] - own).abs().max()) for key, own in job.params.items())
-    assert moved > 1e-3
+    assert max(float((update.params[key] - own).abs().max()) for key, own in job.params.items()) > 1e-3
     for key, own in update.params.items():
         # a key's bias has no gradient but rounding, since a softmax does not see it; Adam takes that for a direction,
         # and does so to a lesser degree with any value whose gradient is as small
-        is_adam = options.optimizer == "adamw"
         if not (key.endswith("key.bias") and is_adam):
-            atol = 3e-4 if is_adam else 3e-5
-            torch.testing.assert_close(own, named[stock_name(stock, key)].detach(), atol=atol, rtol=1e-3)
+            torch.testing.assert_close(own, named[key].detach(), atol=3e-4 if is_adam else 3e-5, rtol=1e-3)
 
 
 def test_sensitivities_are_the_squared_gradients_of_single_examples(tiny, site_of, spec_of) -> None:

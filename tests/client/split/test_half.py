@@ -26,13 +26,8 @@ def update(params, **values) -> Update:
 def test_each_half_gives_what_it_knows() -> None:
     """The server counts examples and bytes and has the loss; a client's word on these is not taken."""
     own = update({key: value + 1 for key, value in ABOVE.items()}, examples=7, metrics={"loss": 0.5}, keys=2)
-    told = update(
-        {"b.lora_B": torch.full((2,), 3.0)},
-        examples=99,
-        metrics={"loss": 9.0, "seconds": 2.0},
-        keys=1,
-        crossed={("label", "up"): 1},
-    )
+    word = {"examples": 99, "metrics": {"loss": 9.0, "seconds": 2.0}, "keys": 1, "crossed": {("label", "up"): 1}}
+    told = update({"b.lora_B": torch.full((2,), 3.0)}, **word)
     found = merge_updates(side(), told, own)
     assert list(found.params) == ["a.lora_B", "b.lora_B", "c.lora_B"]
     assert [float(value[0]) for value in found.params.values()] == [2.0, 3.0, 2.0]

@@ -7,26 +7,17 @@ from atlas_fl.experiment.search import check_space, format_value, parse_space
 
 
 def test_ranges_and_values_are_read() -> None:
-    texts = [
-        "lr=1e-4..1e-2:log",
-        "weight-decay=0,1e-4",
-        "local-epochs=1..4",
-        "ranks=4..16",
-        "nc=1..10",
-        "graph=uniform",
-    ]
-    assert parse_space(texts) == {
-        "lr": FloatDistribution(1e-4, 1e-2, log=True),
-        "weight_decay": CategoricalDistribution(("0", "1e-4")),
-        "local_epochs": IntDistribution(1, 4),
-        "ranks": IntDistribution(4, 16),
-        "nc": IntDistribution(1, 10),
-        "graph": CategoricalDistribution(("uniform",)),
+    ranges = {
+        "lr=1e-4..1e-2:log": FloatDistribution(1e-4, 1e-2, log=True),
+        "weight-decay=0,1e-4": CategoricalDistribution(("0", "1e-4")),
+        "local-epochs=1..4": IntDistribution(1, 4),
+        "ranks=4..16": IntDistribution(4, 16),
+        "nc=1..10": IntDistribution(1, 10),
+        "graph=uniform": CategoricalDistribution(("uniform",)),
+        "task=own=../a.csv": CategoricalDistribution(("own=../a.csv",)),
     }
-
-
-def test_a_path_with_two_dots_is_no_range() -> None:
-    assert parse_space(["task=own=../a.csv"]) == {"task": CategoricalDistribution(("own=../a.csv",))}
+    names = [text.partition("=")[0].replace("-", "_") for text in ranges]
+    assert parse_space(list(ranges)) == dict(zip(names, ranges.values()))
 
 
 @pytest.mark.parametrize(

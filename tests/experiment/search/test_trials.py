@@ -1,7 +1,6 @@
 """Searches over runs that cost nothing: what a run scores is a formula of its settings."""
 
 import csv
-import doctest
 import json
 import math
 import re
@@ -20,7 +19,6 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
 from atlas_fl.experiment.search import SearchResult, parse_space, run_search
-from atlas_fl.report import sweep as table
 from atlas_fl.storage.extras import install_command
 
 SPACE = parse_space(["lr=1e-4..1e-1:log", "local-epochs=1..3", "schedule=constant,cosine"])
@@ -61,12 +59,9 @@ def lived(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             left[0] -= 1
             validation, test = scores_of(config, round=round)
             common = {"round": round, "client": "a-0", "task": "a"}
-            rows = [
-                {**common, "split": "validation", "primary": validation},
-                {**common, "split": "test", "primary": test},
-            ]
             with folder.metrics.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                for split, primary in (("validation", validation), ("test", test)):
+                    file.write(json.dumps({**common, "split": split, "primary": primary}) + "\n")
             told = {"round": round, "rounds": 3, "loss": 1.0, "seconds": 0.0, "bytes": 0}
             on_event(RoundFinished(scores={"a-0": validation}, **told))
         folder.summary.write_text("{}")
@@ -80,9 +75,7 @@ def outcome(found: SearchResult) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
-    base: Config, lived: list[float], tmp_path: Path
-) -> None:
+def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(base: Config, lived, tmp_path: Path) -> None:
     whole = run_search(base, space=SPACE, trials=11)
     elsewhere = replace(base, run=replace(base.run, runs_dir=str(tmp_path / "b")))
     for rounds in (4, 1, math.inf):
@@ -163,9 +156,7 @@ def test_nothing_is_begun_with_a_mistake(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_optuna_one_line_says_what_to_install(
-    base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_optuna_one_line_says_what_to_install(base: Config, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=re.escape(install_command("search"))):
         run_search(base, space=SPACE, trials=1)
@@ -195,7 +186,3 @@ def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
     assert main([*words[:-1], str(tmp_path / "other"), "--over", "lr=1..0"]) == 2
     assert main(words[:3] + words[7:]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("atlas: --over is missing; allowed: a setting and its")
-
-
-def test_long_numbers_are_shown_short() -> None:
-    assert doctest.testmod(table) == (0, 1)
