@@ -1,27 +1,19 @@
 """Server optimizers against numbers worked out by hand, torch.optim.Adam and FedAvg."""
 
-import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.server_optimizers import ServerStep
 from atlas_fl.params import flatten_state
+from tests.aggregation.federations import federation_of
 
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 
 
 def federation(*, tasks=("t", "t"), clusters=(0, 0), weights=(1.0, 3.0)):
-    n = len(tasks)
-    return Federation(
-        clients=tuple("abcdef"[:n]),
-        weights=np.array(weights),
-        clusters=np.array(clusters),
-        adjacency=np.zeros((n, n)),
-        head_groups=tasks,
-    )
+    return federation_of("abcdef"[: len(tasks)], weights=weights, clusters=clusters, tasks=tasks)
 
 
 def heads(*values):
