@@ -1,9 +1,11 @@
 """Federations as rules know them, of which a test says what matters to it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 
@@ -21,3 +23,21 @@ def federation_of(
         head_groups=tuple(tasks) or ("t",) * n,
         **{"adjacency": np.zeros((n, n)), **fields},
     )
+
+
+def adapters_of(clients: Iterable[str], ranks: Iterable[int], *, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Drawn models of an adapted layer of 12 to 10 values and a head of two classes."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        client: {
+            "q.lora_A": torch.randn(rank, 12, generator=draw),
+            "q.lora_B": torch.randn(10, rank, generator=draw),
+            "head.weight": torch.randn(2, 12, generator=draw),
+        }
+        for client, rank in zip(clients, ranks)
+    }
+
+
+def dense_update(params: Mapping[str, Tensor]) -> Tensor:
+    """s B A with s = 2, in float64."""
+    return 2 * params["q.lora_B"].double() @ params["q.lora_A"].double()

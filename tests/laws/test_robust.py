@@ -22,7 +22,7 @@ from atlas_fl.methods.robust import (
     trimmed_average,
     weiszfeld_weights,
 )
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of
 from tests.examples import examples
 
 ROBUST = tuple(name for name, rule in RULES.items() if issubclass(rule, Robust))
@@ -49,20 +49,12 @@ def aggregated(name, points, **words):
     return aggregate(name, vectors(points), **words)["c0"]["w"].numpy()
 
 
-def adapters(n, *, seed=0, ranks=(2, 3, 4)):
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        f"c{k}": {
-            "q.lora_A": torch.randn(ranks[k % len(ranks)], 12, generator=draw),
-            "q.lora_B": torch.randn(10, ranks[k % len(ranks)], generator=draw),
-            "head.weight": torch.randn(2, 12, generator=draw),
-        }
-        for k in range(n)
-    }
+def adapters(n, *, ranks=(2, 3, 4)):
+    return adapters_of([f"c{k}" for k in range(n)], [ranks[k % len(ranks)] for k in range(n)])
 
 
 def dense(params):
-    return 2 * (params["q.lora_B"].double() @ params["q.lora_A"].double()).numpy()
+    return dense_update(params).numpy()
 
 
 @pytest.mark.parametrize(
