@@ -20,9 +20,8 @@ def test_two_rounds_by_hand() -> None:
     """
     fed = federation_of("abc", weights=[1, 1, 2])
     start = {name: {"w": torch.tensor([0.0])} for name in "abc"}
-    first = DYNAMIC.aggregate(
-        {}, start, {"a": {"w": torch.tensor([2.0])}, "b": {"w": torch.tensor([6.0])}}, fed, round=1
-    )
+    updates = {"a": {"w": torch.tensor([2.0])}, "b": {"w": torch.tensor([6.0])}}
+    first = DYNAMIC.aggregate({}, start, updates, fed, round=1)
     assert [float(first.client_models[name]["w"]) for name in "abc"] == [6, 6, 6]
     update = {"c": {"w": torch.tensor([8.0])}}
     second = DYNAMIC.aggregate(first.server_state, first.client_models, update, fed, round=2)
@@ -41,10 +40,8 @@ def test_who_is_alone_with_its_head_is_neither_moved_on_nor_corrected() -> None:
     }
     done = DYNAMIC.aggregate({}, start, updates, fed, round=1)
     assert {name: float(one["head.w"]) for name, one in done.client_models.items()} == {"a": 1, "b": 3}
-    assert {name: set(one) for name, one in dynamic_corrections(done.server_state, "ab", alpha=1.0).items()} == {
-        "a": {"w"},
-        "b": {"w"},
-    }
+    corrections = dynamic_corrections(done.server_state, "ab", alpha=1.0)
+    assert {name: set(one) for name, one in corrections.items()} == {"a": {"w"}, "b": {"w"}}
     alone = federation_of("a")
     done = DYNAMIC.aggregate({}, {"a": start["a"]}, {"a": updates["a"]}, alone, round=1)
     assert done.server_state == {} and torch.equal(done.client_models["a"]["w"], updates["a"]["w"])

@@ -63,10 +63,8 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
         for k, client in enumerate("abcd")
     }
     done = strategy.aggregate({}, begun, trained, FEDERATION, round=1)
-    assert {layer: [int(clusters[c]) for c in "abcd"] for layer, clusters in done.server_state[CUTS].items()} == {
-        "0": [0, 0, 0, 0],
-        "1": [0, 0, 1, 1],
-    }
+    cuts = {layer: [int(clusters[c]) for c in "abcd"] for layer, clusters in done.server_state[CUTS].items()}
+    assert cuts == {"0": [0, 0, 0, 0], "1": [0, 0, 1, 1]}
 
     def update(client, layer):
         a, b = (done.client_models[client][f"layer.{layer}.q.lora_{end}"] for end in "AB")
@@ -74,9 +72,8 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
 
     assert [update(client, 0) for client in "abcd"] == pytest.approx([3.5] * 4)
     assert [update(client, 1) for client in "abcd"] == pytest.approx([1.5, 1.5, -3.5, -3.5])
-    assert [float(done.client_models[client]["head.weight"]) for client in "abcd"] == pytest.approx(
-        [0.5, 0.5, 2.5, 2.5]
-    )
+    heads = [float(done.client_models[client]["head.weight"]) for client in "abcd"]
+    assert heads == pytest.approx([0.5, 0.5, 2.5, 2.5])
     # the tree stays, whatever later updates say
     later = strategy.aggregate(done.server_state, done.client_models, begun, FEDERATION, round=2)
     assert later.server_state is done.server_state
