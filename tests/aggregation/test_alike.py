@@ -1,24 +1,10 @@
 """What all the others hold alike is what a newcomer begins with, bit for bit and object for object."""
 
-import numpy as np
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import reuse_equal_tensors
 from atlas_fl.params import PRIVATE, Params
-
-
-def federation(**tasks: str) -> Federation:
-    size = len(tasks)
-    return Federation(
-        clients=tuple(tasks),
-        weights=np.ones(size),
-        clusters=np.zeros(size, np.int64),
-        adjacency=np.zeros((size, size)),
-        head_groups=tuple(tasks.values()),
-        importance=np.zeros((size, 0)),
-        layer_of={},
-    )
+from tests.aggregation.federations import federation_of
 
 
 def model(body: float, head: float) -> dict[str, torch.Tensor]:
@@ -28,12 +14,12 @@ def model(body: float, head: float) -> dict[str, torch.Tensor]:
 def test_equal_tensors_are_taken_and_others_stay_as_they_were_mixed() -> None:
     held: dict[str, Params] = {"a": model(0.1, 1.0), "b": model(0.1, 2.0), "c": model(0.1, 3.0)}
     begun = {"new": model(0.1 + 1e-8, 2.5)}
-    found = reuse_equal_tensors(begun, held, federation(a="x", b="y", c="y", new="y"))["new"]
+    found = reuse_equal_tensors(begun, held, federation_of(("a", "b", "c", "new"), tasks="xyyy"))["new"]
     assert found["a.weight"] is held["b"]["a.weight"], "of its own task first"
     assert found["head.bias"] is begun["new"]["head.bias"], "two of its task have different heads"
-    alone = reuse_equal_tensors(begun, held, federation(a="x", b="x", c="x", new="y"))["new"]
+    alone = reuse_equal_tensors(begun, held, federation_of(("a", "b", "c", "new"), tasks="xxxy"))["new"]
     assert alone["a.weight"] is held["a"]["a.weight"] and alone["head.bias"] is begun["new"]["head.bias"]
-    fellow = reuse_equal_tensors(begun, held, federation(a="x", b="x", c="y", new="y"))["new"]
+    fellow = reuse_equal_tensors(begun, held, federation_of(("a", "b", "c", "new"), tasks="xxyy"))["new"]
     assert fellow["head.bias"] is held["c"]["head.bias"]
 
 
@@ -41,5 +27,5 @@ def test_adapters_are_left_as_they_were_mixed() -> None:
     lora = {"a.lora_A": torch.ones(1, 2), "a.lora_B": torch.ones(2, 1), "head.bias": torch.ones(3)}
     held: dict[str, Params] = {"a": {key: own.clone() for key, own in lora.items()}}
     for own in (lora, {**lora, PRIVATE: torch.zeros(32, dtype=torch.uint8)}):
-        found = reuse_equal_tensors({"new": own}, held, federation(a="x", new="x"))
+        found = reuse_equal_tensors({"new": own}, held, federation_of(("a", "new"), tasks="xx"))
         assert all(found["new"][key] is tensor for key, tensor in own.items())

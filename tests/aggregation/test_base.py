@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import federation_of
 
-TWO = Federation(
-    clients=("a", "b"),
-    weights=np.array([1.0, 3.0]),
-    clusters=np.array([0, 0]),
+TWO = federation_of(
+    "ab",
+    weights=[1, 3],
     adjacency=np.array([[0.0, 2.0], [2.0, 0.0]]),
-    head_groups=("t", "t"),
     importance=np.array([[0.1, 0.9], [0.3, 0.7]]),
     layer_of={"layer.0.q": 0, "layer.1.q": 1},
 )
@@ -40,12 +38,11 @@ def test_every_rule_by_hand():
     assert after("atlas_laplacian", trained, eta=1.0) == [8, 4]
 
 
-THREE = Federation(
-    clients=("a", "b", "c"),
-    weights=np.array([1.0, 3.0, 5.0]),
-    clusters=np.array([0, 1, 0]),
+THREE = federation_of(
+    "abc",
+    weights=[1, 3, 5],
+    clusters=[0, 1, 0],
     adjacency=np.array([[0.0, 0.0, 1.0], [0.0, 0.0, 3.0], [1.0, 3.0, 0.0]]),
-    head_groups=("t", "t", "t"),
 )
 """`c` joins the others: in the cluster of `a`, with an edge to each."""
 
@@ -113,13 +110,7 @@ def test_averages_know_no_layer_weighting():
 
 
 def test_standard_fl_mixes_tasks_but_not_their_heads():
-    apart = Federation(
-        clients=("a", "b"),
-        weights=np.array([1.0, 3.0]),
-        clusters=np.array([0, 1]),
-        adjacency=np.zeros((2, 2)),
-        head_groups=("movie", "trec"),
-    )
+    apart = federation_of("ab", weights=[1, 3], clusters=[0, 1], tasks=("movie", "trec"))
     matrices = find_method("fedavg").matrices(apart, [True, True], round=1)
     assert matrices("q.lora_A").tolist() == [[0.25, 0.75]] * 2
     assert matrices("head.bias").tolist() == [[1, 0], [0, 1]]

@@ -9,23 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.distances import cosines
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.cfl import CLUSTERS, bipartition, clusters_in, pull_apart
 from atlas_fl.methods.registry import find_method
-
-
-def federation(n=4):
-    return Federation(
-        clients=tuple("abcdef"[:n]),
-        weights=np.ones(n),
-        clusters=np.zeros(n, np.int64),
-        adjacency=np.zeros((n, n)),
-        head_groups=("t",) * n,
-    )
+from tests.aggregation.federations import federation_of
 
 
 def vectors(*points):
@@ -33,8 +23,9 @@ def vectors(*points):
 
 
 def after_round(before, updates, state=None, **words):
-    done = find_method("cfl", **words).aggregate(state or {}, before, updates, federation(len(before)), round=1)
-    return clusters_in(done.server_state[CLUSTERS], federation(len(before))).tolist(), done
+    federation = federation_of("abcdef"[: len(before)])
+    done = find_method("cfl", **words).aggregate(state or {}, before, updates, federation, round=1)
+    return clusters_in(done.server_state[CLUSTERS], federation).tolist(), done
 
 
 @given(st.integers(2, 6), st.integers(0, 2**32))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import add_factors, residual, stack_factors, stack_products, truncated_svd
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import RULES, find_method
+from tests.aggregation.federations import federation_of
 
 WEIGHTS = [0.5, 0.3, 0.2]
 SIDES = [(12, 20), (20, 12), (4, 20), (20, 4)]
@@ -82,15 +82,10 @@ NAMES = ("one", "two", "three")
 MODULES = {"layer.0.q": (12, 20), "layer.1.q": (20, 12)}
 
 
-def federation() -> Federation:
-    return Federation(
-        clients=NAMES,
-        weights=np.array([50.0, 30, 20]),
-        clusters=np.zeros(3, int),
-        adjacency=np.ones((3, 3)) - np.eye(3),
-        head_groups=("movie",) * 3,
-        importance=np.full((3, 2), 0.5),
-        layer_of={"layer.0.q": 0, "layer.1.q": 1},
+def federation():
+    importance, layers = np.full((3, 2), 0.5), {"layer.0.q": 0, "layer.1.q": 1}
+    return federation_of(
+        NAMES, weights=[50, 30, 20], adjacency=np.ones((3, 3)) - np.eye(3), importance=importance, layer_of=layers
     )
 
 
@@ -119,10 +114,8 @@ def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_p
     strategy, fed = find_method(name, space="factors"), federation()
     models = {client: {**params, **{key: 0 * params[key] for key in params if key.endswith("lora_B")}}
               for client, params in drawn_models(0).items()}  # fmt: skip
-    state, base = (
-        strategy.init(models),
-        {module: torch.zeros(sides, dtype=torch.float64) for module, sides in MODULES.items()},
-    )
+    state = strategy.init(models)
+    base = {module: torch.zeros(sides, dtype=torch.float64) for module, sides in MODULES.items()}
     for round, there in enumerate((NAMES, ("one", "three"), ("two",)), start=1):
         updates = {client: drawn_models(round)[client] for client in there}
         done = strategy.aggregate(state, models, updates, fed, round=round)

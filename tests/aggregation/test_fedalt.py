@@ -1,22 +1,15 @@
 """The mean of the others: by hand, with somebody absent, and alone."""
 
-import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import federation_of
 
 
 def after_round(weights: list[float], values: dict[str, float]) -> list[float]:
     names = tuple("abcd"[: len(weights)])
-    federation = Federation(
-        clients=names,
-        weights=np.array(weights),
-        clusters=np.zeros(len(names), np.int64),
-        adjacency=np.zeros((len(names), len(names))),
-        head_groups=("t",) * len(names),
-    )
+    federation = federation_of(names, weights=weights)
     before = {name: {"w": torch.tensor([100.0])} for name in names}
     updates = {name: {"w": torch.tensor([value])} for name, value in values.items()}
     done = find_method("fedavg_of_others").aggregate({}, before, updates, federation, round=1)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.fedamp import attention
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import federation_of
 
 
 def test_rows_by_hand():
@@ -42,19 +42,9 @@ def test_the_unit_of_the_model_changes_nothing():
 
 def test_the_near_count_more_and_the_absent_not_at_all():
     names = ("a", "b", "c", "d")
-    fed = Federation(
-        clients=names,
-        weights=np.ones(4),
-        clusters=np.zeros(4, np.int64),
-        adjacency=np.zeros((4, 4)),
-        head_groups=("t",) * 4,
-    )
+    fed = federation_of(names)
     before = {name: {"w": torch.zeros(2)} for name in names}
-    updates = {
-        "a": {"w": torch.tensor([0.0, 0])},
-        "b": {"w": torch.tensor([1.0, 0])},
-        "c": {"w": torch.tensor([3.0, 0])},
-    }
+    updates = {name: {"w": torch.tensor([value, 0.0])} for name, value in zip("abc", (0.0, 1.0, 3.0))}
     done = find_method("fedavg_by_distance").aggregate({}, before, updates, fed, round=1)
     weights = attention(np.array([[0.0, 1, 9], [1, 0, 4], [9, 4, 0]]), alpha=1.0, sigma=1.0)
     for row, name in zip(weights, names, strict=False):

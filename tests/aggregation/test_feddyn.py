@@ -4,36 +4,24 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.client.optimizer import LossScale, gradient_chain, make_optimizer
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import flatten_state
+from tests.aggregation.federations import federation_of
 
 DYNAMIC = find_method("fedavg_dynamic")
-
-
-def federation(weights: list[float], tasks: tuple[str, ...]) -> Federation:
-    names = tuple("abcd"[: len(weights)])
-    return Federation(
-        clients=names,
-        weights=np.array(weights),
-        clusters=np.zeros(len(names), np.int64),
-        adjacency=np.zeros((len(names), len(names))),
-        head_groups=tasks,
-    )
 
 
 def test_two_rounds_by_hand() -> None:
     """c is absent in round one: the average of a and b is (2 + 6) / 2 = 4, the mean change (2 + 6 + 2 * 0) / 4 = 2, so
     all get 6. Round two: only c, from 6 to 8: 8 + (2 + 6 + 2 * 2) / 4 = 11.
     """
-    fed = federation([1, 1, 2], ("t",) * 3)
+    fed = federation_of("abc", weights=[1, 1, 2])
     start = {name: {"w": torch.tensor([0.0])} for name in "abc"}
-    first = DYNAMIC.aggregate(
-        {}, start, {"a": {"w": torch.tensor([2.0])}, "b": {"w": torch.tensor([6.0])}}, fed, round=1
-    )
+    updates = {"a": {"w": torch.tensor([2.0])}, "b": {"w": torch.tensor([6.0])}}
+    first = DYNAMIC.aggregate({}, start, updates, fed, round=1)
     assert [float(first.client_models[name]["w"]) for name in "abc"] == [6, 6, 6]
     update = {"c": {"w": torch.tensor([8.0])}}
     second = DYNAMIC.aggregate(first.server_state, first.client_models, update, fed, round=2)
@@ -45,18 +33,16 @@ def test_two_rounds_by_hand() -> None:
 
 
 def test_who_is_alone_with_its_head_is_neither_moved_on_nor_corrected() -> None:
-    fed = federation([1, 1], ("movie", "trec"))
+    fed = federation_of("ab", tasks=("movie", "trec"))
     start = {name: {"w": torch.tensor([0.0]), "head.w": torch.tensor([0.0])} for name in "ab"}
     updates = {
         name: {"w": torch.tensor([value]), "head.w": torch.tensor([value])} for name, value in (("a", 1.0), ("b", 3.0))
     }
     done = DYNAMIC.aggregate({}, start, updates, fed, round=1)
     assert {name: float(one["head.w"]) for name, one in done.client_models.items()} == {"a": 1, "b": 3}
-    assert {name: set(one) for name, one in dynamic_corrections(done.server_state, "ab", alpha=1.0).items()} == {
-        "a": {"w"},
-        "b": {"w"},
-    }
-    alone = federation([1], ("movie",))
+    corrections = dynamic_corrections(done.server_state, "ab", alpha=1.0)
+    assert {name: set(one) for name, one in corrections.items()} == {"a": {"w"}, "b": {"w"}}
+    alone = federation_of("a")
     done = DYNAMIC.aggregate({}, {"a": start["a"]}, {"a": updates["a"]}, alone, round=1)
     assert done.server_state == {} and torch.equal(done.client_models["a"]["w"], updates["a"]["w"])
 
@@ -90,7 +76,7 @@ def paper_client(x: np.ndarray, name: str, gradient: np.ndarray, *, alpha: float
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_rounds_equal_algorithm_1_of_the_paper_with_clients_that_are_absent(alpha: float) -> None:
-    fed, m, steps = federation([1, 1, 1], ("t",) * 3), 3, 5
+    fed, m, steps = federation_of("abc"), 3, 5
     state, models = {}, {name: {"w": torch.zeros(2)} for name in TARGETS}
     x, h, gradients = np.zeros(2), np.zeros(2), {name: np.zeros(2) for name in TARGETS}
     for round in range(1, 8):
@@ -114,13 +100,10 @@ def test_rounds_equal_algorithm_1_of_the_paper_with_clients_that_are_absent(alph
 @pytest.mark.slow
 def test_it_ends_at_the_optimum_of_all_where_fedprox_does_not() -> None:
     """The least of the sum is at sum c_k t_k / sum c_k: ((1 - 9 + 2) / 4.5, (-2 + 1.5 + 2) / 4.5) = (-4/3, 1/3)."""
-    ends, fed = {}, federation([1, 1, 1], ("t",) * 3)
+    ends, fed = {}, federation_of("abc")
     for name in ("fedavg_dynamic", "fedavg"):
-        strategy, state, models = (
-            find_method(name, space="factors"),
-            {},
-            {one: {"w": torch.zeros(2)} for one in TARGETS},
-        )
+        strategy = find_method(name, space="factors")
+        state, models = {}, {one: {"w": torch.zeros(2)} for one in TARGETS}
         for round in range(1, 90):
             sent = dynamic_corrections(state, list(TARGETS), alpha=1.0)
             updates = {

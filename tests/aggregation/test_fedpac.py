@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.audit.class_features import Report, head_row, smallest_on_simplex
 from atlas_fl.methods.fedpac import ClassifierCollaboration, combination_rows, estimate, minimize_on_simplex, summarize
+from tests.aggregation.federations import federation_of
 
 
 def report(counts, means, variances):
@@ -110,15 +110,7 @@ def test_without_variance_and_differences_shares_decide_and_without_variance_alo
     assert rows == pytest.approx(np.eye(2), abs=1e-6)
 
 
-def federation(tasks=("x", "x", "x", "y")):
-    n = len(tasks)
-    return Federation(
-        clients=tuple("abcd"[:n]),
-        weights=np.array([4.0, 4.0, 8.0, 4.0][:n]),
-        clusters=np.zeros(n, np.int64),
-        adjacency=np.zeros((n, n)),
-        head_groups=tasks,
-    )
+FEDERATION = federation_of("abcd", weights=[4, 4, 8, 4], tasks="xxxy")
 
 
 def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() -> None:
@@ -129,7 +121,7 @@ def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() ->
     }
     state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
     updates = {name: models[name] for name in "abd"}
-    done = strategy.aggregate(state, models, updates, federation(), round=1)
+    done = strategy.aggregate(state, models, updates, FEDERATION, round=1)
     assert done.server_state is state
     assert [done.client_models[name]["q.lora_A"].item() for name in "abcd"] == pytest.approx([4 / 3] * 4)
     heads = [done.client_models[name]["head.weight"].item() for name in "abcd"]
@@ -147,10 +139,8 @@ def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() ->
         for k, name in enumerate("abcd")
     }
     state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
-    done = strategy.aggregate(state, models, {name: models[name] for name in "abd"}, federation(), round=1)
+    done = strategy.aggregate(state, models, {name: models[name] for name in "abd"}, FEDERATION, round=1)
     below = [done.client_models[name]["head.pre_classifier.weight"].item() for name in "abcd"]
-    weights = federation().weights
-    mean = float(weights[1] / (weights[0] + weights[1]))
-    assert below == pytest.approx([mean, mean, mean, 3.0])
+    assert below == pytest.approx([0.5, 0.5, 0.5, 3.0])
     last = [done.client_models[name]["head.classifier.weight"].item() for name in "abcd"]
     assert last == pytest.approx([10 * 20 / 63, 10 * 24 / 63, 20.0, 30.0])

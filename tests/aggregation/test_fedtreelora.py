@@ -8,25 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.fedtreelora import CUTS, nested_cuts
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import federation_of
 
 FLAT = np.full((4, 4), 1.0) - np.eye(4)
 """Distances without structure: every silhouette of two clusters is 0."""
 PAIRS = np.array([[0, 0.2, 1, 1], [0.2, 0, 1, 1], [1, 1, 0, 0.2], [1, 1, 0.2, 0]])
 
 
-def federation(layers=2):
-    return Federation(
-        clients=tuple("abcd"),
-        weights=np.ones(4),
-        clusters=np.zeros(4, np.int64),
-        adjacency=np.zeros((4, 4)),
-        head_groups=("t",) * 4,
-        layer_of={f"layer.{layer}.q": layer for layer in range(layers)},
-    )
+FEDERATION = federation_of("abcd", layer_of={"layer.0.q": 0, "layer.1.q": 1})
 
 
 def model(*factors, head=0.0):
@@ -70,11 +62,9 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
         client: model(([1.0, 0.0], [2.0 + k]), ([1.0, 0.0], [(1.0 + k) * (1 if k < 2 else -1)]), head=float(k))
         for k, client in enumerate("abcd")
     }
-    done = strategy.aggregate({}, begun, trained, federation(), round=1)
-    assert {layer: [int(clusters[c]) for c in "abcd"] for layer, clusters in done.server_state[CUTS].items()} == {
-        "0": [0, 0, 0, 0],
-        "1": [0, 0, 1, 1],
-    }
+    done = strategy.aggregate({}, begun, trained, FEDERATION, round=1)
+    cuts = {layer: [int(clusters[c]) for c in "abcd"] for layer, clusters in done.server_state[CUTS].items()}
+    assert cuts == {"0": [0, 0, 0, 0], "1": [0, 0, 1, 1]}
 
     def update(client, layer):
         a, b = (done.client_models[client][f"layer.{layer}.q.lora_{end}"] for end in "AB")
@@ -82,11 +72,10 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
 
     assert [update(client, 0) for client in "abcd"] == pytest.approx([3.5] * 4)
     assert [update(client, 1) for client in "abcd"] == pytest.approx([1.5, 1.5, -3.5, -3.5])
-    assert [float(done.client_models[client]["head.weight"]) for client in "abcd"] == pytest.approx(
-        [0.5, 0.5, 2.5, 2.5]
-    )
+    heads = [float(done.client_models[client]["head.weight"]) for client in "abcd"]
+    assert heads == pytest.approx([0.5, 0.5, 2.5, 2.5])
     # the tree stays, whatever later updates say
-    later = strategy.aggregate(done.server_state, done.client_models, begun, federation(), round=2)
+    later = strategy.aggregate(done.server_state, done.client_models, begun, FEDERATION, round=2)
     assert later.server_state is done.server_state
 
 
@@ -94,7 +83,7 @@ def test_there_is_one_average_until_everyone_took_part():
     strategy = find_method("fedtreelora")
     begun = {client: model(([1.0, 0.0], [0.0]), ([1.0, 0.0], [0.0])) for client in "abcd"}
     trained = {client: model(([1.0, 0.0], [1.0]), ([1.0, 0.0], [float(k) - 1.5])) for k, client in enumerate("abc")}
-    done = strategy.aggregate({}, begun, trained, federation(), round=1)
+    done = strategy.aggregate({}, begun, trained, FEDERATION, round=1)
     assert done.server_state == {}
     assert float(done.client_models["d"]["layer.1.q.lora_B"] @ done.client_models["d"]["layer.1.q.lora_A"][:, :1]) == (
         pytest.approx(-0.5)
@@ -104,4 +93,4 @@ def test_there_is_one_average_until_everyone_took_part():
 def test_parameters_without_a_layer_are_refused():
     whole = {client: {"w": torch.zeros(2)} for client in "abcd"}
     with pytest.raises(ConfigError, match=r"^w is in no layer"):
-        find_method("fedtreelora").check(whole, federation())
+        find_method("fedtreelora").check(whole, FEDERATION)

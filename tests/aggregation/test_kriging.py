@@ -23,6 +23,7 @@ from atlas_fl.methods.kriging import (
     prediction_rows,
     variance_over_noise,
 )
+from tests.aggregation.federations import federation_of
 
 EQUAL = np.full(2, 0.5)
 HALF_NAMES = ("first", "second")
@@ -178,26 +179,31 @@ def test_no_other_client_has_more_than_the_largest_share() -> None:
 
 def federation(names: str, tasks: str) -> Federation:
     n = len(names)
-    return Federation(
-        clients=tuple(names),
-        weights=np.arange(1.0, n + 1),
-        clusters=np.full(n, -1),
-        adjacency=np.zeros((n, n)),
-        head_groups=tuple(tasks),
-    )
+    return federation_of(names, weights=range(1, n + 1), clusters=[-1] * n, tasks=tasks)
+
+
+def reported(b: tuple[float, float], head: tuple[float, float]) -> dict[str, torch.Tensor]:
+    """What halves have made of an adapter of rank one, of which A is ones, and of a head."""
+    found = {}
+    for half, own_b, own_head in zip(HALF_NAMES, b, head, strict=True):
+        found[f"{half}/q.lora_A"] = torch.ones(1, 1)
+        found[f"{half}/q.lora_B"] = torch.full((1, 1), own_b)
+        found[f"{half}/head.w"] = torch.tensor([own_head])
+    return found
+
+
+def begun(names: str) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(1, 1), "head.w": torch.zeros(1)} for name in names
+    }
 
 
 def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_averaged() -> None:
     strategy = Kriging(StrategyOptions(max_share=1.0))
-    start = {
-        name: {"q.lora_A": torch.ones(1, 2), "q.lora_B": torch.zeros(2, 1), "head.w": torch.zeros(1)} for name in "abc"
-    }
-
-    def report(b: float, head: float) -> dict[str, torch.Tensor]:
-        one = {"q.lora_A": torch.ones(1, 2), "q.lora_B": torch.full((2, 1), b), "head.w": torch.tensor([head])}
-        return {f"{half}/{key}": tensor for half in ("first", "second") for key, tensor in one.items()}
-
-    state = strategy.record_reports(strategy.init(start), {"a": report(1.0, 1.0), "b": report(1.0, -1.0)})
+    start = begun("abc")
+    state = strategy.record_reports(
+        strategy.init(start), {"a": reported((1, 1), (1, 1)), "b": reported((1, 1), (-1, -1))}
+    )
     models = RoundModels(before=start, after=start, server_state=state)
     matrices = strategy.matrices(federation("abc", "xxx"), [True] * 3, round=1, models=models)
     np.testing.assert_allclose(matrices("q.lora_A")[:2], [[0.5, 0.5, 0.0]] * 2, atol=1e-4)
@@ -211,21 +217,11 @@ def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_
 
 def test_what_is_told_of_sharing_by_hand() -> None:
     """Heads 3 and 1 of a, 1 and 3 of b: each K_kk is 3 and N 1, and K_ab = (3 * 3 + 1 * 1) / 2 = 5, so tau^2 = 0."""
-    start = {
-        name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(1, 1), "head.w": torch.zeros(1)} for name in "ab"
-    }
-
-    def report(b: float, first: float, second: float) -> dict[str, torch.Tensor]:
-        halves = {"first": first, "second": second}
-        same = {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.full((1, 1), b)}
-        return {
-            f"{half}/{key}": tensor
-            for half, head in halves.items()
-            for key, tensor in {**same, "head.w": torch.tensor([head])}.items()
-        }
-
+    start = begun("ab")
     strategy = Kriging(StrategyOptions(max_share=1.0))
-    state = strategy.record_reports(strategy.init(start), {"a": report(1.0, 3.0, 1.0), "b": report(-1.0, 1.0, 3.0)})
+    state = strategy.record_reports(
+        strategy.init(start), {"a": reported((1, 1), (3, 1)), "b": reported((-1, -1), (1, 3))}
+    )
     models = RoundModels(before=start, after=start, server_state=state)
     clients = federation("ab", "xx")
     matrices = strategy.matrices(clients, [True, True], round=1, models=models)
@@ -278,21 +274,12 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
 
 def test_adapters_of_all_are_averaged_where_they_differ_by_less_than_their_noise_and_heads_are_not_by_hand() -> None:
     """Halves 3 and 1 of a, 2 and 2 of b: K_aa = 3, K_bb = 4, N = 1 and 0, K_ab = 4, tau^2 = 7 / 2 - 4 < 1 / 2."""
-    start = {
-        name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(1, 1), "head.w": torch.zeros(1)} for name in "abc"
-    }
-
-    def report(first: float, second: float) -> dict[str, torch.Tensor]:
-        values = {"first": first, "second": second}
-        adapters = {f"{half}/q.lora_B": torch.full((1, 1), value) for half, value in values.items()}
-        same = {f"{half}/q.lora_A": torch.ones(1, 1) for half in values}
-        return {**adapters, **same, **{f"{half}/head.w": torch.tensor([value]) for half, value in values.items()}}
-
+    start = begun("abc")
     clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
 
     def matrix(key: str, *, b: tuple[float, float], within: str, present: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
         strategy = Kriging(StrategyOptions(max_share=1.0, within=within))
-        state = strategy.record_reports(strategy.init(start), {"a": report(3.0, 1.0), "b": report(*b)})
+        state = strategy.record_reports(strategy.init(start), {"a": reported((3, 1), (3, 1)), "b": reported(b, b)})
         models = RoundModels(before=start, after=start, server_state=state)
         matrices = strategy.matrices(clients, list(present), round=1, models=models)
         told.clear()

@@ -6,7 +6,6 @@ from scipy.sparse.csgraph import laplacian as scipy_laplacian
 
 from atlas_fl.aggregation.matrices import (
     LAPLACIANS,
-    Federation,
     average,
     bounded_weights,
     cluster_labels,
@@ -18,6 +17,7 @@ from atlas_fl.aggregation.matrices import (
     share_warnings,
     without_edges,
 )
+from tests.aggregation.federations import federation_of
 
 # a path: a - b - c with weights 1 and 3
 PATH = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
@@ -25,15 +25,8 @@ ALL = np.ones(3, bool)
 
 
 def federation(adjacency=PATH, **words):
-    n = len(adjacency)
-    given = {
-        "clients": tuple("abcdef"[:n]),
-        "weights": np.arange(1.0, n + 1),
-        "clusters": np.zeros(n, np.int64),
-        "adjacency": adjacency,
-        "head_groups": ("t",) * n,
-    }
-    return Federation(**(given | words))
+    names = "abcdef"[: len(adjacency)]
+    return federation_of(names, adjacency=adjacency, **{"weights": range(1, len(names) + 1), **words})
 
 
 def test_average_by_hand():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.mixing import mix, resize_ranks
+from atlas_fl.aggregation.mixing import components_of, groups_of, mix, resize_ranks
 from atlas_fl.errors import ProtocolError
 
 CLIENTS = ("a", "b", "c")
@@ -143,29 +143,20 @@ def test_opposite_updates_cancel_to_zero_and_stay_trainable():
     assert (mixed["q.lora_A"].norm(dim=1) > 0.1).all()
 
 
-def test_padded_factors_by_hand():
+@pytest.mark.parametrize(
+    ("align", "a_of_b", "b_of_b"),
+    [("pad", [[2.5, 1.5], [6, 4.5]], [[2.5, 4.5]]), ("truncate", [[2.5, 1.5], [8, 6]], [[2.5, 6]])],
+)
+def test_padded_and_truncated_factors_by_hand(align, a_of_b, b_of_b):
     held = {
         "a": {"q.lora_A": torch.tensor([[1.0, 0]]), "q.lora_B": torch.tensor([[4.0]])},
         "b": {"q.lora_A": torch.tensor([[3.0, 2], [8, 6]]), "q.lora_B": torch.tensor([[2.0, 6]])},
     }
-    matrix = np.array([[0.5, 0.5], [0.25, 0.75]])
-    mixed = run(held, matrix, space="factors").by_client
+    mixed = run(held, np.array([[0.5, 0.5], [0.25, 0.75]]), space="factors", align=align).by_client
     assert mixed["a"]["q.lora_A"].tolist() == [[2, 1]]
     assert mixed["a"]["q.lora_B"].tolist() == [[3]]
-    assert mixed["b"]["q.lora_A"].tolist() == [[2.5, 1.5], [6, 4.5]]
-    assert mixed["b"]["q.lora_B"].tolist() == [[2.5, 4.5]]
-
-
-def test_truncated_factors_by_hand():
-    held = {
-        "a": {"q.lora_A": torch.tensor([[1.0, 0]]), "q.lora_B": torch.tensor([[4.0]])},
-        "b": {"q.lora_A": torch.tensor([[3.0, 2], [8, 6]]), "q.lora_B": torch.tensor([[2.0, 6]])},
-    }
-    matrix = np.array([[0.5, 0.5], [0.25, 0.75]])
-    mixed = run(held, matrix, space="factors", align="truncate").by_client
-    assert mixed["a"]["q.lora_A"].tolist() == [[2, 1]]
-    assert mixed["b"]["q.lora_A"].tolist() == [[2.5, 1.5], [8, 6]]
-    assert mixed["b"]["q.lora_B"].tolist() == [[2.5, 6]]
+    assert mixed["b"]["q.lora_A"].tolist() == a_of_b
+    assert mixed["b"]["q.lora_B"].tolist() == b_of_b
 
 
 def test_truncation_follows_who_is_connected_and_no_one_else():
@@ -333,3 +324,29 @@ def test_the_order_of_names_changes_no_bit():
     assert there.discarded == back.discarded
     for client in CLIENTS:
         assert all(torch.equal(there.by_client[client][key], back.by_client[client][key]) for key in turned[client])
+
+
+def test_equal_rows_are_found_once_and_identity_rows_not_at_all():
+    matrix = np.array([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.2, 0.8, 0, 0], [0, 0, 0, 1]])
+    (group,) = groups_of(matrix)
+    assert group.sources == (0, 1)
+    assert group.rows.tolist() == [[0.5, 0.5], [0.2, 0.8]]
+    assert group.targets == ((0, 1), (2,))
+    assert group.everyone == (0, 1, 2)
+
+
+def test_rows_with_other_support_are_other_groups():
+    matrix = np.array([[0.5, 0.5, 0], [0, 1, 0], [0, 0.5, 0.5]])
+    assert [group.sources for group in groups_of(matrix)] == [(0, 1), (1, 2)]
+    assert groups_of(np.eye(3)) == ()
+
+
+def test_a_swap_is_not_the_identity():
+    first, second = groups_of(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    assert (first.sources, first.targets) == ((1,), ((0,),))
+    assert (second.sources, second.targets) == ((0,), ((1,),))
+
+
+def test_components_are_connected_clients():
+    matrix = np.array([[1, 0, 0, 0], [0, 0.5, 0, 0.5], [0, 0, 1, 0], [0, 0, 0, 1]])
+    assert components_of(matrix) == (0, 1, 2, 1)

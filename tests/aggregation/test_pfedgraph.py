@@ -8,23 +8,16 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from atlas_fl.aggregation.distances import cosines
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import RoundModels
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.pfedgraph import project_onto_simplex
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import federation_of
 
 
-def federation(*, weights=(1.0, 3.0), tasks=None, clusters=None, layers=()):
-    n = len(weights)
-    return Federation(
-        clients=tuple("abcdef"[:n]),
-        weights=np.array(weights),
-        clusters=np.zeros(n, np.int64) if clusters is None else np.array(clusters),
-        adjacency=np.zeros((n, n)),
-        head_groups=tuple(tasks or ["t"] * n),
-        layer_of={module: layer for layer, module in enumerate(layers)},
-    )
+def federation(*, weights=(1.0, 3.0), tasks=(), layers=()):
+    layer_of = {module: layer for layer, module in enumerate(layers)}
+    return federation_of("abcdef"[: len(weights)], weights=weights, tasks=tasks, layer_of=layer_of)
 
 
 def vectors(*points):
@@ -110,11 +103,11 @@ def adapters(seed, ranks=(2, 4, 3)):
     }
 
 
-def changes(before, after, *keys, space):
-    """Every client's dense change in these tensors, or in product space modules, as one vector."""
+def changes(before, after, *keys):
+    """Every client's dense change in these tensors, or modules, as one vector."""
 
     def value(params, key):
-        if space == "product" and key in LAYERS:
+        if key in LAYERS:
             return 2 * (params[f"{key}.lora_B"].double() @ params[f"{key}.lora_A"].double())
         return params[key].double()
 
@@ -143,16 +136,14 @@ P = np.array([1, 3, 2]) / 6
 def test_in_product_space_a_matrix_follows_from_the_dense_changes_of_its_parameters(by, key, keys):
     before, after = adapters(0), adapters(1)
     matrix = rows(before, after, federation(weights=(1.0, 3.0, 2.0), layers=LAYERS), key, gram_by=by)
-    assert matrix == pytest.approx(expected_rows(changes(before, after, *keys, space="product"), P), abs=1e-9)
+    assert matrix == pytest.approx(expected_rows(changes(before, after, *keys), P), abs=1e-9)
 
 
 def test_heads_of_other_tasks_add_nothing_to_the_similarity_of_bodies():
     before, after = adapters(0, (3, 3, 3)), adapters(1, (3, 3, 3))
     fed = federation(weights=(1.0, 3.0, 2.0), tasks=("t", "t", "u"), layers=LAYERS)
-    bodies, heads = (
-        changes(before, after, *LAYERS, space="product"),
-        changes(before, after, "head.weight", space="product"),
-    )
+    bodies = changes(before, after, *LAYERS)
+    heads = changes(before, after, "head.weight")
     gram = np.stack(bodies) @ np.stack(bodies).T
     gram[:2, :2] += np.stack(heads[:2]) @ np.stack(heads[:2]).T
     gram[2, 2] += heads[2] @ heads[2]
@@ -169,11 +160,7 @@ def test_a_newcomer_begins_with_the_average_and_with_that_as_its_first_model():
     joined = strategy.initial_models(state, models, fresh, fed)
     assert joined["c"]["w"].tolist() == [7.0]
     state = strategy.extend_state(state, joined)
-    assert {client: params["w"].tolist() for client, params in state["initial"].items()} == {
-        "a": [4],
-        "b": [8],
-        "c": [7],
-    }
+    assert {client: params["w"].item() for client, params in state["initial"].items()} == {"a": 4, "b": 8, "c": 7}
 
 
 def test_layers_are_refused_in_one_line_where_there_are_none():

@@ -1,27 +1,19 @@
 """Server optimizers against numbers worked out by hand, torch.optim.Adam and FedAvg."""
 
-import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.server_optimizers import ServerStep
 from atlas_fl.params import flatten_state
+from tests.aggregation.federations import adapters_of, dense_update, federation_of
 
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 
 
 def federation(*, tasks=("t", "t"), clusters=(0, 0), weights=(1.0, 3.0)):
-    n = len(tasks)
-    return Federation(
-        clients=tuple("abcdef"[:n]),
-        weights=np.array(weights),
-        clusters=np.array(clusters),
-        adjacency=np.zeros((n, n)),
-        head_groups=tasks,
-    )
+    return federation_of("abcdef"[: len(tasks)], weights=weights, clusters=clusters, tasks=tasks)
 
 
 def heads(*values):
@@ -96,20 +88,8 @@ def test_fedadam_is_torchs_adam_on_the_pseudo_gradient_without_the_correction_of
         torch.testing.assert_close(models["a"]["w"], weight.detach(), rtol=1e-5, atol=1e-7)
 
 
-def adapters(seed, ranks, *, num_labels=2):
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        client: {
-            "q.lora_A": torch.randn(rank, 12, generator=draw),
-            "q.lora_B": torch.randn(10, rank, generator=draw),
-            "head.weight": torch.randn(num_labels, 12, generator=draw),
-        }
-        for client, rank in zip("abcdef", ranks)
-    }
-
-
-def dense(params):
-    return 2 * params["q.lora_B"].double() @ params["q.lora_A"].double()
+def adapters(seed, ranks):
+    return adapters_of("abcdef", ranks, seed=seed)
 
 
 @pytest.mark.parametrize("within", ["all", "clusters"])
@@ -122,7 +102,7 @@ def test_momentum_of_nothing_at_rate_one_is_fedavg(space, ranks, within):
     _, models = steps("fedavgm", before, updates, fed=fed, server_beta1=0.0, server_lr=1.0, **words)
     _, average = steps("fedavg" if within == "all" else "fedavg_cluster", before, updates, fed=fed, **words)
     for client in fed.clients:
-        torch.testing.assert_close(dense(models[client]), dense(average[client]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dense_update(models[client]), dense_update(average[client]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(models[client]["head.weight"], average[client]["head.weight"])
 
 
@@ -147,14 +127,14 @@ def test_in_product_space_moments_are_those_of_the_dense_update_and_each_rank_ge
     state, models = steps("fedadam", before, updates, server_lr=0.5, server_tau=1.0)
     flat = flatten_state(state)
     p = {"a": 0.25, "b": 0.75}
-    change = sum(p[client] * (dense(updates[client]) - dense(before[client])) for client in "ab")
-    current = sum(p[client] * dense(before[client]) for client in "ab")
+    change = sum(p[client] * (dense_update(updates[client]) - dense_update(before[client])) for client in "ab")
+    current = sum(p[client] * dense_update(before[client]) for client in "ab")
     torch.testing.assert_close(flat["first/all/q"].double(), 0.1 * change, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(flat["second/all/q"].double(), 0.99 + 0.01 * change**2, rtol=1e-5, atol=1e-6)
     left, values, right = torch.linalg.svd(current + 0.5 * 0.1 * change / ((0.99 + 0.01 * change**2).sqrt() + 1.0))
     for client, rank in (("a", 2), ("b", 5)):
         best = (left[:, :rank] * values[:rank]) @ right[:rank]
-        torch.testing.assert_close(dense(models[client]), best, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dense_update(models[client]), best, rtol=1e-4, atol=1e-4)
 
 
 def test_every_cluster_and_task_has_moments_of_its_own_and_who_is_alone_has_none():

@@ -40,10 +40,7 @@ def test_incremental_equals_the_whole_in_one_batch_and_is_close_in_many():
     rng = np.random.default_rng(0)
     for num, tolerance in ((60, 1e-8), (700, 0.02)):
         rows = rng.normal(size=(num, 30)) * np.r_[[9.0, 7.0, 5.0], np.full(27, 0.1)]
-        whole, parts = (
-            project_sketches(rows, components=3),
-            project_sketches(rows, components=3, incremental=True),
-        )
+        whole, parts = (project_sketches(rows, components=3, incremental=incremental) for incremental in (False, True))
         scale = np.abs(whole.points).max()
         assert parts.points == pytest.approx(whole.points, abs=tolerance * scale)
         assert parts.explained_variance == pytest.approx(whole.explained_variance, abs=tolerance)

@@ -2,14 +2,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import silhouette_score
 
-from atlas_fl.clustering.k_search import (
-    atlas_score,
-    highest_score,
-    k_means,
-    pairwise_distances,
-    score_row,
-    silhouette,
-)
+from atlas_fl.clustering.k_search import atlas_score, highest_score, k_means, pairwise_distances, score_row, silhouette
 
 LINE = np.array([[0.0], [1.0], [10.0], [11.0]])
 HALVES = np.array([0, 0, 1, 1])

@@ -41,6 +41,16 @@ def used(units: np.ndarray, ranks: tuple[int, ...]) -> int:
     return int(units @ np.array(ranks))
 
 
+def used_beside_uniform(name: str, layers: tuple[np.ndarray, np.ndarray], share: float) -> tuple[int, int]:
+    """Bytes that this rule uses with dense candidates, and those of uniform ranks."""
+    importance, units = layers
+    table, budget = np.outer(units, DENSE), room(units, DENSE, share)
+    own, uniform = (
+        ALLOCATORS[rule](importance, table, DENSE, budget_bytes=budget, max_rank=32) for rule in (name, "uniform")
+    )
+    return used(units, own), used(units, uniform)
+
+
 @REGISTRY
 @given(layers=layers(), candidates=candidate_sets, share=shares_of_room, cap=st.integers(1, 64))
 @LAWS
@@ -62,11 +72,8 @@ def test_never_over_budget_and_only_candidates(
 def test_at_least_95_percent_of_uniform_with_dense_candidates(
     name: str, layers: tuple[np.ndarray, np.ndarray], share: float
 ) -> None:
-    importance, units = layers
-    table, budget = np.outer(units, DENSE), room(units, DENSE, share)
-    uniform = ALLOCATORS["uniform"](importance, table, DENSE, budget_bytes=budget, max_rank=32)
-    ranks = ALLOCATORS[name](importance, table, DENSE, budget_bytes=budget, max_rank=32)
-    assert used(units, ranks) >= 0.95 * used(units, uniform)
+    own, uniform = used_beside_uniform(name, layers, share)
+    assert own >= 0.95 * uniform
 
 
 @REGISTRY
@@ -75,11 +82,8 @@ def test_at_least_95_percent_of_uniform_with_dense_candidates(
 def test_layers_of_unequal_cost_leave_less_than_two_steps_of_what_uniform_uses(
     name: str, layers: tuple[np.ndarray, np.ndarray], share: float
 ) -> None:
-    importance, units = layers
-    table, budget = np.outer(units, DENSE), room(units, DENSE, share)
-    uniform = ALLOCATORS["uniform"](importance, table, DENSE, budget_bytes=budget, max_rank=32)
-    ranks = ALLOCATORS[name](importance, table, DENSE, budget_bytes=budget, max_rank=32)
-    assert used(units, ranks) > used(units, uniform) - 2 * units.max()
+    own, uniform = used_beside_uniform(name, layers, share)
+    assert own > uniform - 2 * layers[1].max()
 
 
 @REGISTRY

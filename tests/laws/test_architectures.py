@@ -156,9 +156,8 @@ def test_a_client_loads_what_the_server_sent_and_leaves_it_untouched(tiny, site_
         assert not torch.equal(value, params[key]), f"{key} did not train"
     for key in params:
         changed = {**params, key: params[key] + 1e-6}
-        (other,) = train(
-            [dataclasses.replace(job, params=changed, options=dataclasses.replace(options, max_steps=0))], site
-        )
+        still = dataclasses.replace(options, max_steps=0)
+        (other,) = train([dataclasses.replace(job, params=changed, options=still)], site)
         assert other.loaded == tree.digest(changed) != update.loaded
 
 
@@ -190,9 +189,9 @@ def test_gradient_checkpointing_trains_the_same_model(tiny, site_of, spec_of, ta
             torch.testing.assert_close(ours.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
 
 
-def half_jobs(tiny, spec_of, *, steps: int):
+def half_jobs(tiny, spec_of, *, steps: int, **words: float):
     specs = [spec_of(name="a-0"), spec_of(name="b-0", ranks=(4, 1, 2), labels=0)]
-    options = TrainOptions(seed=3, lr=1e-3, max_steps=steps, epochs=steps, batch_size=4)
+    options = TrainOptions(**{"seed": 3, "lr": 1e-3, "max_steps": steps, "epochs": steps, "batch_size": 4, **words})
     return specs, [Job(client=s.name, params=tiny.params(s), round=1, options=options) for s in specs]
 
 
@@ -233,9 +232,7 @@ def test_a_scaled_gradient_that_overflows_halves_the_scale_and_moves_nothing(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_bf16_stays_near_float32(tiny, site_of, spec_of, dropout) -> None:
-    specs = [spec_of(name="a-0"), spec_of(name="b-0", ranks=(4, 1, 2), labels=0)]
-    options = TrainOptions(seed=3, dropout=dropout, lr=1e-3, max_steps=4, batch_size=4)
-    jobs = [Job(client=s.name, params=tiny.params(s), round=1, options=options) for s in specs]
+    specs, jobs = half_jobs(tiny, spec_of, steps=4, dropout=dropout, epochs=1)
     exact = train(jobs, site_of(tiny, *specs))
     for half, full, job in zip(train(jobs, site_of(tiny, *specs, bf16=True)), exact, jobs, strict=True):
         assert all(torch.isfinite(value).all() for value in half.params.values())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from atlas_fl.aggregation.distances import gram_distances, update_gram
 from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, laplacian, laplacian_step
 from atlas_fl.aggregation.mixing import mix
+from tests.aggregation.federations import adapters_of, dense_update
 from tests.examples import examples
 
 KEEPS_PLAIN_MEAN = {"symmetric", "metropolis"}
@@ -108,20 +109,8 @@ def test_averages(case, absent):
             assert (matrix[inside] == np.eye(len(blocks))[inside]).all()
 
 
-def models(ranks, seed=0, d_in=12, d_out=10):
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        f"c{k}": {
-            "q.lora_A": torch.randn(rank, d_in, generator=draw),
-            "q.lora_B": torch.randn(d_out, rank, generator=draw),
-            "head.weight": torch.randn(2, 3, generator=draw),
-        }
-        for k, rank in enumerate(ranks)
-    }
-
-
-def dense(params):
-    return 2 * params["q.lora_B"].double() @ params["q.lora_A"].double()
+def models(ranks, seed=0):
+    return adapters_of([f"c{k}" for k in range(len(ranks))], ranks, seed=seed)
 
 
 def run(held, matrix, space, align="pad"):
@@ -137,7 +126,7 @@ def test_a_low_rank_client_moves(kind, space, align):
     graph = np.ones((3, 3)) - np.eye(3)
     mixed = run(held, laplacian_step(graph, kind=kind, eta=0.1, present=everyone(graph)), space, align)
     for client, params in held.items():
-        shift = (dense(mixed[client]) - dense(params)).norm() / dense(params).norm()
+        shift = (dense_update(mixed[client]) - dense_update(params)).norm() / dense_update(params).norm()
         assert shift > 1e-3, client
         assert mixed[client]["q.lora_A"].shape == params["q.lora_A"].shape
 
@@ -160,18 +149,18 @@ def test_product_space_equals_the_dense_reference_for_any_ranks(ranks, seed):
     matrix = rng.random((len(ranks), len(ranks)))
     matrix /= matrix.sum(axis=1, keepdims=True)
     mixed = run(held, matrix, "product")
-    updates = [dense(params).numpy() for params in held.values()]
+    updates = [dense_update(params).numpy() for params in held.values()]
     for k, params in enumerate(mixed.values()):
         exact = sum(weight * one for weight, one in zip(matrix[k], updates))
         left, values, right = np.linalg.svd(exact)
         rank = min(ranks[k], 10)
         least = np.linalg.norm(values[rank:])  # no approximation of this rank is nearer (Eckart and Young)
-        distance = np.linalg.norm(dense(params).numpy() - exact)
+        distance = np.linalg.norm(dense_update(params).numpy() - exact)
         assert distance <= least + 1e-5 * np.linalg.norm(exact)
         gap = values[rank - 1] - values[rank] if rank < 10 else values[rank - 1]
         if gap > 1e-2 * values[0]:
             best = (left[:, :rank] * values[:rank]) @ right[:rank]
-            assert np.linalg.norm(dense(params).numpy() - best) <= 1e-4 * np.linalg.norm(exact)
+            assert np.linalg.norm(dense_update(params).numpy() - best) <= 1e-4 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("space", ["factors", "product"])

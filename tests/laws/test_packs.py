@@ -29,15 +29,19 @@ HARD = TrainOptions(
 )
 
 
-def federation(tiny, site_of, spec_of, **changes: object) -> tuple[Site, list[Job]]:
-    """Five clients that differ in everything that can differ: ranks, labels, examples, steps, lengths and options."""
-    specs = [
+def specs_of(spec_of) -> list:
+    return [
         spec_of(name="a-0", labels=2, examples=8, ranks=(1, 4, 2)),
         spec_of(name="b-0", labels=5, examples=5, ranks=(3, 3, 3), pairs=True),
         spec_of(name="c-0", labels=0, examples=9, ranks=(4, 1, 1), words=(1, 3)),
         spec_of(name="d-0", labels=2, examples=1, ranks=(2, 2, 4)),
         spec_of(name="e-0", labels=3, examples=7, ranks=(2, 1, 3), words=(9, 14)),
     ]
+
+
+def federation(tiny, site_of, spec_of, **changes: object) -> tuple[Site, list[Job]]:
+    """Five clients that differ in everything that can differ: ranks, labels, examples, steps, lengths and options."""
+    specs = specs_of(spec_of)
     site = site_of(tiny, *specs, **changes)
     options = [
         HARD,

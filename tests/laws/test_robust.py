@@ -11,7 +11,6 @@ from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
 from atlas_fl.aggregation.distances import squared_distances
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.robust import (
@@ -23,6 +22,7 @@ from atlas_fl.methods.robust import (
     trimmed_average,
     weiszfeld_weights,
 )
+from tests.aggregation.federations import adapters_of, dense_update, federation_of
 from tests.examples import examples
 
 ROBUST = tuple(name for name, rule in RULES.items() if issubclass(rule, Robust))
@@ -30,15 +30,9 @@ SIZES = [(5, 1), (9, 2), (9, 3)]
 """(clients, hostile ones among them) that all rules withstand when told so."""
 
 
-def federation(n, *, tasks=None, clusters=None):
-    return Federation(
-        clients=tuple(f"c{k}" for k in range(n)),
-        weights=np.arange(1.0, n + 1),
-        clusters=np.zeros(n, np.int64) if clusters is None else np.array(clusters),
-        adjacency=np.zeros((n, n)),
-        head_groups=tuple(tasks or ["t"] * n),
-        layer_of={"q": 0},
-    )
+def federation(n, *, tasks=(), clusters=None):
+    names = [f"c{k}" for k in range(n)]
+    return federation_of(names, weights=range(1, n + 1), clusters=clusters, tasks=tasks, layer_of={"q": 0})
 
 
 def vectors(points):
@@ -55,20 +49,12 @@ def aggregated(name, points, **words):
     return aggregate(name, vectors(points), **words)["c0"]["w"].numpy()
 
 
-def adapters(n, *, seed=0, ranks=(2, 3, 4)):
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        f"c{k}": {
-            "q.lora_A": torch.randn(ranks[k % len(ranks)], 12, generator=draw),
-            "q.lora_B": torch.randn(10, ranks[k % len(ranks)], generator=draw),
-            "head.weight": torch.randn(2, 12, generator=draw),
-        }
-        for k in range(n)
-    }
+def adapters(n, *, ranks=(2, 3, 4)):
+    return adapters_of([f"c{k}" for k in range(n)], [ranks[k % len(ranks)] for k in range(n)])
 
 
 def dense(params):
-    return 2 * (params["q.lora_B"].double() @ params["q.lora_A"].double()).numpy()
+    return dense_update(params).numpy()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import ALIASES, RULES, find_method
 from atlas_fl.params import flatten_by_client, flatten_state, unflatten_by_client, unflatten_state
+from tests.aggregation.federations import federation_of
 from tests.second_model import combine
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
@@ -223,15 +224,8 @@ def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, feder
 
 @cases(RULES)
 def test_a_client_without_others_trains_locally(name, options):
-    alone = Federation(
-        clients=CLIENTS[:1],
-        weights=np.array([200.0]),
-        clusters=BLOCKS[:1],
-        adjacency=np.zeros((1, 1)),
-        head_groups=TASKS[:1],
-        importance=np.ones((1, 2)) / 2,
-        layer_of={"layer.0.q": 0, "layer.1.q": 1},
-    )
+    layers = {"layer.0.q": 0, "layer.1.q": 1}
+    alone = federation_of(CLIENTS[:1], tasks=TASKS[:1], importance=np.ones((1, 2)) / 2, layer_of=layers)
     before, update = ({CLIENTS[0]: models(seed)[CLIENTS[0]]} for seed in (100, 0))
     start = computed(*step(name, options, alone, update, before=before))
     assert distance(start[CLIENTS[0]], update[CLIENTS[0]]) < 1e-5

@@ -24,6 +24,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.models.tokenization import EncodedExamples, encode_prompts, encode_targets
+from tests.laws.test_packs import assert_same
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -265,8 +266,7 @@ def test_writing_leaves_packs_and_checkpoints_as_they_were(writer, site_of, spec
     assert [block.training for block in lean.blocks] == before
     for own in (site, lean_site):
         (found,) = train([jobs[2]], own)
-        for key, value in expected.params.items():
-            torch.testing.assert_close(found.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
+        assert_same(found.params, expected.params, atol=1e-6)
 
 
 def test_rouge_is_of_what_is_written(writer_of, site_of, spec_of) -> None:
@@ -315,8 +315,7 @@ def test_checkpointing_and_bf16_train_text_too(writer, site_of, spec_of) -> None
     lean = load_backbone(str(writer.path), gradient_checkpointing=True, writes=True)
     lean_site = dataclasses.replace(site, backbone=lean)
     for found, expected in zip(train(jobs, lean_site), train(jobs, site), strict=True):
-        for key, value in expected.params.items():
-            torch.testing.assert_close(found.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
+        assert_same(found.params, expected.params, atol=1e-6)
     half = train(jobs, dataclasses.replace(site, bf16=True))
     for found, expected in zip(half, train(jobs, site), strict=True):
         assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=0.1)
@@ -325,9 +324,7 @@ def test_checkpointing_and_bf16_train_text_too(writer, site_of, spec_of) -> None
 
 def test_an_encoder_is_refused_and_the_models_that_can_are_named(tiny_of) -> None:
     path = str(tiny_of("bert").path)
-    with pytest.raises(
-        ModelError, match=r"architecture 'bert', which cannot write .* a model of gpt2, llama, .*qwen2,"
-    ):
+    with pytest.raises(ModelError, match=r"architecture 'bert', which cannot write .* a model of gpt2, llama, .*qwen2"):
         load_backbone(path, writes=True)
 
 

@@ -30,6 +30,7 @@ from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import preprocess
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.storage.state_files import StateFiles
+from tests.laws.test_packs import HARD as PACKED
 from tests.models.tiny_vision import save_tiny
 from tests.second_model import combine
 
@@ -40,21 +41,7 @@ SIDES = {"a-0": (8, 1), "b-0": (28, 3), "c-0": (16, 1)}
 LABELS = {"a-0": 3, "b-0": 5, "c-0": 3}
 RANKS = {"a-0": (1, 4, 2), "b-0": (3, 3, 3), "c-0": (4, 1, 1)}
 EXAMPLES = {"a-0": 9, "b-0": 6, "c-0": 7}
-HARD = TrainOptions(
-    seed=5,
-    rounds=2,
-    epochs=2,
-    batch_size=4,
-    lr=1e-2,
-    schedule="linear",
-    warmup=0.3,
-    weight_decay=0.1,
-    clip=0.5,
-    dropout=0.25,
-    label_smoothing=0.1,
-    crop=2,
-    flip=True,
-)
+HARD = dataclasses.replace(PACKED, proximal_mu=0.0, label_smoothing=0.1, crop=2, flip=True)
 Load = Callable[..., tuple[Path, Backbone]]
 
 

@@ -128,10 +128,8 @@ def _order_of(site, params: Mapping[str, Tensor], options: TrainOptions) -> np.n
     known = {data.take(np.array([i])).ids.tobytes(): i for i in range(len(data))}
     assert len(known) == len(data)
     job = Job(client="a-0", params=params, round=1, options=options)
-    drawn = [
-        batch.take(np.array([i])).ids.tobytes() for batch in batches(data, job, secret=None) for i in range(len(batch))
-    ]
-    return np.array([known[tokens] for tokens in drawn])
+    drawn = [batch.take(np.array([i])) for batch in batches(data, job, secret=None) for i in range(len(batch))]
+    return np.array([known[one.ids.tobytes()] for one in drawn])
 
 
 def test_the_exported_settings_are_what_peft_documents(tiny_of, spec_of, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 NAMES = ("high", "low", "mid")
+ALPHA = r"the alpha of \S+ in .*adapter_config\.json cannot be read"
 MERGE = r"merge it into its base .*merge_and_unload.* and give that as --model DIR"
 Adapter = Callable[..., Path]
 Started = Callable[..., tuple[Assembly, Tensor, tuple[str, ...]]]
@@ -102,6 +103,11 @@ def logits_in_peft(tiny: Any, folder: Path, assembly: Assembly, *, labels: int =
         return torch.cat([model(input_ids=ids).logits for ids in pieces])
 
 
+def assert_as_in_peft(tiny: Any, folder: Path, found: tuple[Assembly, Tensor, tuple[str, ...]]) -> None:
+    assembly, logits, _ = found
+    torch.testing.assert_close(logits, logits_in_peft(tiny, folder, assembly), atol=1e-5, rtol=1e-5)
+
+
 CARRIED: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "rsLoRA": {"use_rslora": True},
@@ -138,19 +144,17 @@ def test_ranks_and_alphas_by_module_are_carried(tiny, adapter: Adapter, started:
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", r".*\.(0|1)\..*", ["exclude"]], ids=["all-linear", "regex", "exclude"]
+    ("settings", "values"),
+    [
+        ({"target_modules": "all-linear"}, {"targets": "all-linear"}),
+        ({"target_modules": r"model\.layers\.(0|1)\.self_attn\.(q_proj|v_proj)"}, {}),
+        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]}, {}),
+    ],
+    ids=["all-linear", "regex", "exclude"],
 )
-def test_targets_in_other_words_are_carried(tiny_of, adapter: Adapter, started: Started, targets: Any) -> None:
-    tiny = tiny_of("llama")
-    settings = {"target_modules": targets}
-    if isinstance(targets, list):
-        settings = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["model.layers.1.self_attn.q_proj"]}
-    elif targets != "all-linear":
-        settings = {"target_modules": r"model\.layers\.(0|1)\.self_attn\.(q_proj|v_proj)"}
-    folder = adapter(tiny, **settings)
-    words = {"targets": "all-linear"} if targets == "all-linear" else {}
-    assembly, logits, _ = started(tiny, folder, **words)
-    torch.testing.assert_close(logits, logits_in_peft(tiny, folder, assembly), atol=1e-5, rtol=1e-5)
+def test_targets_in_other_words_are_carried(tiny_of, adapter: Adapter, started: Started, settings, values) -> None:
+    folder = adapter(tiny_of("llama"), **settings)
+    assert_as_in_peft(tiny_of("llama"), folder, started(tiny_of("llama"), folder, **values))
 
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2"], indirect=True)
@@ -190,8 +194,7 @@ def test_what_a_folder_leaves_out_or_says_otherwise_is_carried(
     tiny = tiny_of("bert")
     folder = adapter(tiny)
     CHANGED[what](folder)
-    assembly, logits, _ = started(tiny, folder)
-    torch.testing.assert_close(logits, logits_in_peft(tiny, folder, assembly), atol=1e-5, rtol=1e-5)
+    assert_as_in_peft(tiny, folder, started(tiny, folder))
 
 
 def test_a_head_follows_the_names_of_its_classes(tiny_of, adapter: Adapter, started: Started) -> None:
@@ -328,27 +331,6 @@ def test_values_that_are_not_finite_are_refused_before_anything_is_measured(
     assert not any("fingerprints" in event for event in events)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda own: {name: tensor for name, tensor in own.items() if "0.attention.self.query.lora_B" not in name},
-            r"no A and B of one rank for encoder\.layer\.0\.attention\.self\.query; give",
-        ),
-        (
-            lambda own: {name: t[:, :16].clone() if "lora_A" in name else t for name, t in own.items()},
-            r"is for layers of 16 to 32 values, and \S+ of .* is of 32 to 32; give its own",
-        ),
-    ],
-    ids=["half of a factor", "another width"],
-)
-def test_factors_that_do_not_fit_are_refused(tiny_of, adapter: Adapter, started: Started, change, message) -> None:
-    folder = adapter(tiny_of("bert"))
-    spoil(folder, change)
-    with pytest.raises(ModelError, match=message):
-        started(tiny_of("bert"), folder)
-
-
 def test_an_adapter_of_other_layers_is_refused_with_the_targets_to_set(
     tiny_of, adapter: Adapter, started: Started
 ) -> None:
@@ -358,42 +340,48 @@ def test_an_adapter_of_other_layers_is_refused_with_the_targets_to_set(
         ModelError, match=r"adapts none of the 6 layers that this run does; it adapts key: set --targets"
     ):
         started(tiny, folder)
-    assembly, logits, _ = started(tiny, folder, targets="key")
-    torch.testing.assert_close(logits, logits_in_peft(tiny, folder, assembly), atol=1e-5, rtol=1e-5)
+    assert_as_in_peft(tiny, folder, started(tiny, folder, targets="key"))
 
 
-def test_pickled_weights_are_not_opened(tiny_of, adapter: Adapter, started: Started) -> None:
-    folder = adapter(tiny_of("bert"))
-    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
-    with pytest.raises(ModelError, match=r"no PEFT adapter in .*; give a folder that holds"):
-        started(tiny_of("bert"), folder)
+UNREADABLE: Mapping[str, tuple[Callable[[Path], Any], str]] = {
+    "half of a factor": (
+        lambda folder: spoil(
+            folder, lambda own: {k: t for k, t in own.items() if "0.attention.self.query.lora_B" not in k}
+        ),
+        r"no A and B of one rank for encoder\.layer\.0\.attention\.self\.query; give",
+    ),
+    "another width": (
+        lambda folder: spoil(
+            folder, lambda own: {k: t[:, :16].clone() if "lora_A" in k else t for k, t in own.items()}
+        ),
+        r"is for layers of 16 to 32 values, and \S+ of .* is of 32 to 32; give its own",
+    ),
+    "pickled weights": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
+        r"no PEFT adapter in .*; give a folder that holds",
+    ),
+    "an alpha in words": (lambda folder: rewrite(folder, lora_alpha="much"), ALPHA),
+    "a pattern that is none": (lambda folder: rewrite(folder, alpha_pattern={"(": 3}), ALPHA),
+    "patterns in a list": (lambda folder: rewrite(folder, alpha_pattern=[3]), ALPHA),
+    "an infinite alpha": (
+        lambda folder: rewrite(folder, lora_alpha=float("inf")),
+        r"no PEFT adapter in .*: Infinity is no JSON number; give a folder",
+    ),
+    "a list": (lambda folder: (folder / SETTINGS).write_text("[]"), "no PEFT adapter in"),
+    "half a file": (lambda folder: (folder / SETTINGS).write_text("{"), "no PEFT adapter in"),
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora_alpha": "much"}, r"the alpha of \S+ in .*adapter_config\.json cannot be read"),
-        ({"alpha_pattern": {"(": 3}}, r"the alpha of \S+ in .*adapter_config\.json cannot be read"),
-        ({"alpha_pattern": [3]}, r"the alpha of \S+ in .*adapter_config\.json cannot be read"),
-        ({"lora_alpha": float("inf")}, r"no PEFT adapter in .*: Infinity is no JSON number; give a folder"),
-    ],
-)
-def test_settings_that_cannot_be_read_are_one_line(
-    tiny_of, adapter: Adapter, started: Started, settings: Mapping[str, Any], message: str
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_folder_that_cannot_be_read_or_does_not_fit_is_one_line(
+    tiny_of, adapter: Adapter, started: Started, what: str
 ) -> None:
+    change, message = UNREADABLE[what]
     folder = adapter(tiny_of("bert"))
-    rewrite(folder, **settings)
+    change(folder)
     with pytest.raises(ModelError, match=message) as error:
         started(tiny_of("bert"), folder)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["[]", "{"])
-def test_a_config_that_is_none_is_one_line(tiny_of, adapter: Adapter, started: Started, text: str) -> None:
-    folder = adapter(tiny_of("bert"))
-    (folder / SETTINGS).write_text(text)
-    with pytest.raises(ModelError, match="no PEFT adapter in"):
-        started(tiny_of("bert"), folder)
 
 
 def notes_in_plan(notes: Sequence[str], folder: Path) -> list[str]:

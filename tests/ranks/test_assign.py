@@ -98,10 +98,9 @@ def test_a_device_without_a_small_enough_candidate_is_an_error() -> None:
 
 
 def test_a_model_too_large_for_the_device_is_an_error() -> None:
-    with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
-        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536))
-    with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
-        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), memory_budget=10**9)
+    for budget in ({}, {"memory_budget": 10**9}):
+        with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
+            assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), **budget)
 
 
 def test_complexity_scales_the_budget_and_not_the_shares() -> None:

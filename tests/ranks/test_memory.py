@@ -33,33 +33,17 @@ from atlas_fl.ranks.devices import DEVICES, parse_device
 HIDDEN, INNER, BLOCKS, HEADS, RANK = 64, 256, 3, 4, 8
 SEQUENCES, LENGTH = 4, 32
 TOKENS = SEQUENCES * LENGTH
-BERT: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
     "num_hidden_layers": BLOCKS,
     "num_attention_heads": HEADS,
     "vocab_size": 200,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
 }
-LLAMA: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": BLOCKS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "vocab_size": 200,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2: dict[str, Any] = {
-    "n_embd": HIDDEN,
-    "n_layer": BLOCKS,
-    "n_head": HEADS,
-    "vocab_size": 200,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+BERT: dict[str, Any] = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LLAMA: dict[str, Any] = {**SIZES, **ENDS, "num_key_value_heads": 2}
+GPT2: dict[str, Any] = {"n_embd": HIDDEN, "n_layer": BLOCKS, "n_head": HEADS, "vocab_size": 200, **ENDS}
 
 SQUARE = (HIDDEN, HIDDEN)
 MINILM = ModelShape(
@@ -226,15 +210,7 @@ def test_adapters_are_as_large_as_the_tensors_of_peft() -> None:
 
 
 def test_layers_of_unequal_modules_cost_unequally() -> None:
-    shape = ModelShape(
-        hidden=4,
-        intermediate=8,
-        heads=1,
-        layers=(((4, 4),), ((4, 4), (4, 8)), ()),
-        block_bytes=(0,) * 3,
-        block_params=(0,) * 3,
-        embedding_bytes=0,
-    )
+    shape = replace(shape_of([]), layers=(((4, 4),), ((4, 4), (4, 8)), ()))
     assert [layer_cost(shape, layer, 2) for layer in range(3)] == [16 * 16, 40 * 16, 0]
 
 
@@ -274,15 +250,8 @@ def test_upload_bounds_parameters_and_memory_bounds_all_four_copies() -> None:
     inner = HEAP_COPIES * 12 * 16 * 512 * 4  # the products with A at the largest rank of the device
     assert free_memory(MINILM, device, step=step) == free - inner
     for upload, budget in ((250_000, 1_000_000), (10**12, free - inner)):
-        found = assign_ranks(
-            MINILM,
-            device,
-            importance=np.ones(6),
-            rule="uniform",
-            candidates=(4, 8),
-            step=step,
-            allowance_bytes=upload,
-        )
+        words = {"rule": "uniform", "candidates": (4, 8), "step": step, "allowance_bytes": upload}
+        found = assign_ranks(MINILM, device, importance=np.ones(6), **words)
         assert found.budget_bytes == budget
 
 
@@ -299,9 +268,7 @@ def test_fractions_by_hand() -> None:
     assert fraction_budget(device, base=0.35, activations=0.25, optimizer=0.15) == int(0.3 * 2 * 2**30)
     roomy = fraction_budget(device, base=0.5, activations=0.2, optimizer=0.2)
     assert roomy == pytest.approx(0.2 * 2 * 2**30, abs=1)
-    with pytest.raises(
-        ConfigError, match="--alpha-opt is 0, which leaves nothing for Adam's moments; give a value abo"
-    ):
+    with pytest.raises(ConfigError, match="--alpha-opt is 0, which leaves nothing for Adam's moments; give a value"):
         fraction_budget(device, base=0.35, activations=0.25, optimizer=0.0)
 
 

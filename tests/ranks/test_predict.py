@@ -44,21 +44,14 @@ def test_flops_of_a_model_whose_lower_block_has_no_adapters_by_hand() -> None:
 
 
 def test_a_round_by_hand() -> None:
-    found = predict_round(
-        SHAPE,
-        DEVICE,
-        ranks=[2, 3],
-        step=TrainingStep(tokens=8, head_params=7),
-        tokens=10,
-        length=5.0,
-        message_bytes=500,
-    )
+    step = TrainingStep(tokens=8, head_params=7)
+    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=step, tokens=10, length=5.0, message_bytes=500)
     assert (found.up_bytes, found.down_bytes) == (500, 500)
     assert found.flops == 26_800
     assert found.compute_seconds == pytest.approx(2.68e-6)
     assert found.transfer_seconds == pytest.approx(500 / 1e6 + 500 / 2e6 + 0.2)
     assert found.seconds == pytest.approx(found.compute_seconds + found.transfer_seconds)
-    assert found.memory == device_memory(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, head_params=7))
+    assert found.memory == device_memory(SHAPE, DEVICE, ranks=[2, 3], step=step)
 
 
 def test_a_client_that_shares_nothing_sends_nothing_and_waits_for_nothing() -> None:

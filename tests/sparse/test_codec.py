@@ -2,14 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError, ProtocolError
-from atlas_fl.sparse.codec import (
-    decode_mask,
-    decode_values,
-    encode_mask,
-    encode_values,
-    mask_size,
-    values_size,
-)
+from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values, mask_size, values_size
 from atlas_fl.sparse.masks import make_mask
 from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 

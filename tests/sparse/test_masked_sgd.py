@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
-from atlas_fl.sparse.masked_sgd import FEW, SparseSGDM
+from atlas_fl.sparse.masked_sgd import FEW, SparseSGDM, extract_momentum, load_momentum
 from tests.examples import examples
 
 SHAPES = {"w": (5, 7), "b": (5,), "scalar": ()}
@@ -223,3 +223,36 @@ def test_a_step_takes_a_closure_and_gives_back_its_result() -> None:
     optimizer = SparseSGDM({"w": leaf}, masks={"w": torch.tensor([True, False])}, lr=1.0)
     assert optimizer.step(closure).item() == 7
     assert leaf.tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize("share", [None, 0.1, 0.6, 1.0])
+def test_an_optimizer_that_goes_on_ends_in_the_bits_of_one_that_was_never_left(share: float | None) -> None:
+    words = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+    masks = None
+    if share is not None:
+        masks = {**masked(2, share), "scalar": torch.tensor(False)}
+
+    def optimizer(leaves: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(leaves.values(), **words) if masks is None else SparseSGDM(leaves, masks=masks, **words)
+
+    whole, parts = (leaves_of() for _ in range(2))
+    descend(optimizer(whole), whole, 6)
+    first = optimizer(parts)
+    descend(first, parts, 4)
+    held = extract_momentum(first, parts, masks=masks)
+    before = {name: values.clone() for name, values in held.items()}
+    second = optimizer(parts)
+    load_momentum(second, parts, held, masks=masks)
+    descend(second, parts, 2, gradient=lambda seed: drawn(seed + 4))
+    for name in SHAPES:
+        assert torch.equal(whole[name], parts[name])
+    assert all(torch.equal(held[name], values) for name, values in before.items()), "what is held is not written to"
+    if masks is not None:
+        assert {name: own.numel() for name, own in held.items()} == {
+            name: int(own.sum()) for name, own in masks.items() if own.any()
+        }
+
+
+def test_there_is_no_momentum_of_what_has_not_moved() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert extract_momentum(torch.optim.SGD([leaf], lr=1.0, momentum=0.9), {"w": leaf}, masks=None) == {}

@@ -3,13 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.task_vectors import (
-    MERGES,
-    apply_vector,
-    merge_vectors,
-    task_vector,
-    trim_mask,
-)
+from atlas_fl.sparse.task_vectors import MERGES, apply_vector, merge_vectors, task_vector, trim_mask
 
 START = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
 TRAINED = {"w": torch.tensor([1.5, 1.0]), "b": torch.tensor([3.0])}
