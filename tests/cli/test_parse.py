@@ -84,10 +84,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
     [
         (["--etta", "1"], r"unknown flag '--etta'; did you mean '--eta'\? see `atlas run --help`"),
         (["-e", "1"], r"unknown flag '-e'; see `atlas run --help`$"),
-        (
-            ["--eta", "much"],
-            r"^--eta: 'much' is not a number; see `atlas run --help`$",
-        ),
+        (["--eta", "much"], r"^--eta: 'much' is not a number; see `atlas run --help`$"),
         (["--rounds", "1.5"], r"--rounds: '1.5' is not a whole number;"),
         (["--share", "A", "C"], r"--share: 'C' is not one of A, B, head;"),
         (["--k-range", "2", "x"], r"--k-range: 'x' is not a whole number;"),

@@ -299,10 +299,7 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
             ["compare", "--seeds", "-1", "5"],
             "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to",
         ),
-        (
-            ["compare", "--strategies", "fedavg", "standard_fl"],
-            "--strategies has fedavg twice; name each",
-        ),
+        (["compare", "--strategies", "fedavg", "standard_fl"], "--strategies has fedavg twice; name each"),
         (
             ["compare", "--strategies", "fedavg", "--over", "rounds=2,02"],
             "--over rounds has 2 and 02, which are the same; give each value once",

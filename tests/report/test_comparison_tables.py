@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from atlas_fl.report.comparison_tables import (
-    method_tables,
-    page_tables,
-    pair_tables,
-    statistics_files,
-    task_table,
-)
+from atlas_fl.report.comparison_tables import method_tables, page_tables, pair_tables, statistics_files, task_table
 from atlas_fl.report.federation_results import FederationResults
 from atlas_fl.report.finished_runs import RunScores
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
@@ -51,14 +45,7 @@ def comparison() -> MethodComparison:
 
 def page(comparison: MethodComparison) -> str:
     result = FederationResults(
-        title="null",
-        words="",
-        changed={},
-        own_settings={},
-        tuned={},
-        comparison=comparison,
-        seeds={},
-        in_one_place={},
+        title="null", words="", changed={}, own_settings={}, tuned={}, comparison=comparison, seeds={}, in_one_place={}
     )
     return write_page([result], num_runs=16, control=comparison.control)
 

@@ -13,12 +13,7 @@ from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.report.finished_runs import read_finished_run
-from atlas_fl.report.method_comparison import (
-    MethodComparison,
-    compare_methods,
-    describe_runs,
-    variance_in_tasks,
-)
+from atlas_fl.report.method_comparison import MethodComparison, compare_methods, describe_runs, variance_in_tasks
 
 Groups = Mapping[str, Sequence[Path]]
 

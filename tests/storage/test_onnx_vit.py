@@ -60,12 +60,7 @@ def test_names_matrices_and_positions_by_hand(onnx: Any) -> None:
     found = read_backbone(Path("x.onnx"))
     held = {tensor.name: tensor.values for tensor in onnx.load(None).graph.initializer}
     inner = Q.removeprefix("backbone.")
-    assert set(found) == {
-        "embeddings.cls_token",
-        "embeddings.position_embeddings",
-        f"{inner}.bias",
-        f"{inner}.weight",
-    }
+    assert set(found) == {"embeddings.cls_token", "embeddings.position_embeddings", f"{inner}.bias", f"{inner}.weight"}
     assert found[f"{inner}.weight"].equal(torch.from_numpy(held["onnx::MatMul_1"].T.copy()))
     positions = found["embeddings.position_embeddings"]
     assert positions.shape == (1, 10, 4)
