@@ -35,7 +35,7 @@ def told(tell: Callable[[OnEvent], None], capsys: pytest.CaptureFixture[str], *,
     return capsys.readouterr().out
 
 
-def test_a_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_plain_lines(capsys) -> None:
     def tell(on_event: OnEvent) -> None:
         for event in (
             PhaseStarted("loading"),
@@ -49,11 +49,11 @@ def test_a_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(tell, capsys).splitlines() == ["loading ...", f"note: {'x' * 200}", event_line(ROUND)]
 
 
-def test_notes_can_be_left_to_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_can_be_left_to_the_end(capsys) -> None:
     assert told(lambda on_event: on_event(Note("later")), capsys, notes=False) == ""
 
 
-def test_a_terminal_gets_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_bars(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
 
     def tell(on_event: OnEvent) -> None:
@@ -65,7 +65,7 @@ def test_a_terminal_gets_bars(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "round  3/12" in out
 
 
-def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_shown_as_it_is(capsys) -> None:
     show(["[red]a[/red] " + "b" * 200])
     assert capsys.readouterr().out == "[red]a[/red] " + "b" * 200 + "\n"
 

@@ -115,7 +115,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--audit", "smoke"], r"^unexpected words: smoke; did you mean --preset smoke\? see"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(words: list[str], message: str, capsys) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         options_of(words)
     assert not set("\n│╭╰─") & set(str(caught.value))
@@ -154,7 +154,7 @@ def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> N
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "300"])
-def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     mask = "none, least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random"
     with pytest.raises(ConfigError, match=f"^--mask: 'mots_sensitive' is not one of {mask}; did you mean 'most_sensi"):

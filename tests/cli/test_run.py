@@ -1,9 +1,7 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
 import csv
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ from atlas_fl.experiment.run import RunResult
 from atlas_fl.report.finished_runs import find_finished_runs
 from atlas_fl.report.html.write import is_page
 from atlas_fl.storage.jsonl import write_json
-
-Atlas = Callable[..., Any]
 
 
 def summary_of(config: Config) -> dict[str, Any]:
@@ -42,7 +38,7 @@ def summary_of(config: Config) -> dict[str, Any]:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def ran(monkeypatch) -> list[Config]:
     """The configs that the commands handed over."""
     found: list[Config] = []
 
@@ -64,7 +60,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return found
 
 
-def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_run_hands_over_what_the_flags_say(atlas, ran, tmp_path) -> None:
     said = atlas(
         "run", "--runs-dir", str(tmp_path), "--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"
     )
@@ -80,14 +76,14 @@ def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_
     assert lines[-1] == f"run folder: {run_folder(ran[0]).path}"
 
 
-def test_the_config_of_a_run_repeats_it(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_the_config_of_a_run_repeats_it(atlas, ran, tmp_path) -> None:
     atlas("run", "--preset", "smoke", "--runs-dir", str(tmp_path), "--alpha", "0.5", "--max-length", "none")
     said = atlas("run", "--config", str(run_folder(ran[0]).config), "--resume")
     assert said.code == 0
     assert ran[0] == ran[1] == load_config(run_folder(ran[0]).config)
 
 
-def test_a_run_that_is_not_complete_says_how_to_go_on(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_a_run_that_is_not_complete_says_how_to_go_on(atlas, ran, tmp_path) -> None:
     said = atlas("run", "--runs-dir", str(tmp_path), "--max-rounds", "1")
     assert said.out.splitlines()[-1] == f"not complete yet; go on with: atlas resume {run_folder(ran[0]).path}"
 
@@ -104,9 +100,7 @@ def test_a_run_that_is_not_complete_says_how_to_go_on(atlas: Atlas, ran: list[Co
         (["--ranks", "5"], "atlas: --ranks is 5, a rank that is no candidate; the candidates are 4, 8, 16, 32, 64;"),
     ],
 )
-def test_nothing_is_run_with_a_mistake(
-    command: str, words: list[str], message: str, atlas: Atlas, ran: list[Config]
-) -> None:
+def test_nothing_is_run_with_a_mistake(command: str, words: list[str], message: str, atlas, ran) -> None:
     over = ["--over", "dropout=0"] if command == "sweep" else []
     said = atlas(command, *over, *words)
     assert said.code == 2
@@ -115,7 +109,7 @@ def test_nothing_is_run_with_a_mistake(
 
 
 @pytest.mark.slow
-def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_path) -> None:
     words = ["sweep", "--strategy", "atlas_laplacian", "--over", "eta=0,0.5", "--seeds", "2"]
     words += ["--runs-dir", str(tmp_path)]
     said = atlas(*words)
@@ -142,9 +136,7 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
     assert "run 3 of 4: eta=0.5 seed=42 is finished ..." in again.out
 
 
-def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(atlas, ran, tmp_path) -> None:
     words = ["sweep", "--preset", "vision-quick", "--model", "minilm", "--tasks", "digits"]
     words += ["--over", "local-steps=4,12"]
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
@@ -157,7 +149,7 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     assert "gradient steps" not in said.out
 
 
-def test_the_lambda_sweep_is_a_sweep_over_eta(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_the_lambda_sweep_is_a_sweep_over_eta(atlas, ran, tmp_path) -> None:
     assert atlas("sweep", "--lambda-sweep", "--runs-dir", str(tmp_path)).code == 0
     assert [config.mixing.eta for config in ran] == [0, 0.01, 0.1, 0.5, 1]
     assert {config.run.seed for config in ran} == {42}
@@ -165,9 +157,7 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(atlas: Atlas, ran: list[Config], t
 
 
 @pytest.mark.slow
-def test_compare_knows_old_names_and_says_the_same_in_every_format(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, tmp_path) -> None:
     words = ["--ablation", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
@@ -184,9 +174,7 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(
 
 
 @pytest.mark.slow
-def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(atlas, ran, tmp_path) -> None:
     words = ["--preset", "null", "--seeds", "2", "--ranks", "8", "--runs-dir", str(tmp_path), "--strategies"]
     said = atlas("compare", *words, "local", "fedavg", "centralized", "multitask")
     assert (said.code, said.err) == (0, "")
@@ -199,9 +187,7 @@ def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
 
 
 @pytest.mark.slow
-def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(atlas, ran, tmp_path) -> None:
     words = ["--preset", "contradiction", "--strategies", "local", "fedavg", "--over", "dial=1,3", "--seeds", "2"]
     said = atlas("compare", *words, "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
@@ -221,7 +207,7 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
 @pytest.mark.slow
 @pytest.mark.parametrize("control", [[], ["--control", "local"]])
 def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_value(
-    control: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
+    control: list[str], atlas, ran, tmp_path
 ) -> None:
     words = ["--preset", "null", "--strategies", "local", "fedavg", "--over", "lr=0.001,0.01", "--seeds", "2", *control]
     said = atlas("compare", *words, "--runs-dir", str(tmp_path))
@@ -232,9 +218,7 @@ def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_va
     assert all(f"{name} lr={rate}" in text for name in ("local", "fedavg") for rate in ("0.001", "0.01"))
 
 
-def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(atlas, ran, tmp_path) -> None:
     words = ["--strategies", "local", "fedavg", "--runs-dir", str(tmp_path), "--seeds", "9001", "9002"]
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
@@ -246,9 +230,7 @@ def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(
 
 
 @pytest.mark.slow
-def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(atlas, ran, tmp_path) -> None:
     words = ["--preset", "null", "--strategies", "local", "ditto", "--seeds", "2", "--trials", "3", "--ranks", "8"]
     assert atlas("compare", *words, "--runs-dir", str(tmp_path)).code == 0
     confirmed = [config for config in ran if config.run.seed in (42, 123)]
@@ -258,9 +240,7 @@ def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(
     assert "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen" in said.out
 
 
-def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
-    atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
+def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(atlas, ran, tmp_path) -> None:
     words = ["--strategies", "local", "fedavg", "--over", "preset=null,label-skew", "dial=1,3", "--seeds", "1"]
     said = atlas("compare", *words, "--rounds", "3", "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
@@ -328,9 +308,7 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["report"], "no run is named; give the folder of a run"),
     ],
 )
-def test_a_command_without_what_it_needs_is_one_line(
-    words: list[str], message: str, atlas: Atlas, ran: list[Config]
-) -> None:
+def test_a_command_without_what_it_needs_is_one_line(words: list[str], message: str, atlas, ran) -> None:
     said = atlas(*words)
     assert said.code == 2
     assert said.err.startswith(f"atlas: {message}")
@@ -338,7 +316,7 @@ def test_a_command_without_what_it_needs_is_one_line(
     assert ran == []
 
 
-def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.MonkeyPatch, atlas: Atlas) -> None:
+def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch, atlas) -> None:
     clustering = {"warnings": ["2 undecided"]}
     client = {"name": "a-0", "task": "a", "cluster": -1, "ranks": [4], "cut": None, "memory": {}, "predicted": {}}
     clients = [client]

@@ -1,7 +1,5 @@
 """A file of settings and its keys are of bounded size: both are said in one line, at once."""
 
-from pathlib import Path
-
 import pytest
 
 from atlas_fl.config import Config, load_config, to_toml
@@ -21,14 +19,14 @@ BOUNDS = "allowed: 262,144 bytes, keys of 100 characters and 8 parts"
         "# " + "x" * MOST_BYTES + "\n",
     ],
 )
-def test_long_keys_and_files_are_refused_at_once(tmp_path: Path, text: str) -> None:
+def test_long_keys_and_files_are_refused_at_once(tmp_path, text: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=BOUNDS):
         load_config(path)
 
 
-def test_texts_and_comments_are_no_keys(tmp_path: Path) -> None:
+def test_texts_and_comments_are_no_keys(tmp_path) -> None:
     path = tmp_path / "config.toml"
     name = "a.b.c.d.e.f.g.h.i.j.k" * 20
     text = to_toml(Config()).replace('runs_dir = "runs"', f"runs_dir = '{name}'  # {name}")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def test_the_federation_of_images_can_be_dealt_out(turn: int, classes: int) -> N
 
 
 @pytest.mark.parametrize("turn", (0, 4))
-def test_the_federation_of_instructions_can_be_dealt_out(turn: int, tmp_path: Path) -> None:
+def test_the_federation_of_instructions_can_be_dealt_out(turn: int, tmp_path) -> None:
     columns = {
         "squad": ("question", "answers", "context"),
         "e2e": ("meaning_representation", "human_reference"),
@@ -117,7 +116,7 @@ def base(*words: str) -> Config:
     return base_config(split(words))
 
 
-def test_the_dial_is_a_flag_a_key_and_can_be_swept(tmp_path: Path) -> None:
+def test_the_dial_is_a_flag_a_key_and_can_be_swept(tmp_path) -> None:
     typed = base("--preset", "sources", "--dial", "3")
     assert (typed.run.dial, typed.data.own_share) == (3, 0.8125)
     file = tmp_path / "config.toml"

@@ -18,12 +18,12 @@ def written(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_what_is_written_is_read_back_equal(preset: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_equal(preset: str, tmp_path) -> None:
     config = find_preset(preset)
     assert load_config(written(tmp_path, to_toml(config))) == config
 
 
-def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
+def test_a_written_file_needs_no_base(tmp_path) -> None:
     """A setting without a value is in the file too, so it wins over a base in which it has one."""
     config = Config(run=RunConfig(preset="full"))
     base = replace(find_preset("full"), data=replace(find_preset("full").data, max_length=64, data_dir="elsewhere"))
@@ -38,7 +38,7 @@ def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
     seed=st.integers(-(2**62), 2**62),
 )
 def test_any_value_survives_the_file(
-    tmp_path_factory: pytest.TempPathFactory, lr: float | None, name: str, tasks: list[str], seed: int
+    tmp_path_factory, lr: float | None, name: str, tasks: list[str], seed: int
 ) -> None:
     config = Config(
         training=TrainingConfig(lr=lr), run=RunConfig(name=name, seed=seed), data=DataConfig(tasks=tuple(tasks))
@@ -59,7 +59,7 @@ def test_the_file_is_grouped_and_every_setting_is_explained() -> None:
         assert lines[at - 1].startswith(f"# {setting.help}")
 
 
-def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_partial_file_changes_what_it_names(tmp_path) -> None:
     path = written(tmp_path, '[ranks]\nranks = 8\n\n[training]\nlr = 1\nrounds = 3\n[data]\nmax_length = "none"\n')
     config = load_config(path)
     assert (config.ranks.ranks, config.training.lr, config.training.rounds) == ("8", 1.0, 3)
@@ -90,20 +90,20 @@ def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
         ("a = " + "[" * 3000, r"own.toml is no TOML \("),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(written(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path: Path) -> None:
+def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=r"belongs to \[mixing\]; another version of ATLAS wrote this run; run it again"
     ):
         load_config(written(tmp_path, "[data]\neta = 1\n"), within=tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.toml \(No such file or directory\)"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"cannot read .* \(Is a directory\)"):

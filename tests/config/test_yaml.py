@@ -19,7 +19,7 @@ def written(folder: Path, text: str, name: str = "own.yaml") -> Path:
 
 @pytest.mark.parametrize("name", ["own.yaml", "own.yml", "OWN.YAML"])
 @pytest.mark.parametrize("preset", ["quick", "vision-sparse", "sources"])
-def test_a_config_in_yaml_is_the_one_in_toml(preset: str, name: str, tmp_path: Path) -> None:
+def test_a_config_in_yaml_is_the_one_in_toml(preset: str, name: str, tmp_path) -> None:
     config = find_preset(preset)
     plain = tomlkit.parse(to_toml(config)).unwrap()
     assert load_config(written(tmp_path, yaml.safe_dump(plain), name)) == config
@@ -38,12 +38,12 @@ def test_a_config_in_yaml_is_the_one_in_toml(preset: str, name: str, tmp_path: P
         ("data: {tasks: [movie]}", "tasks", ("movie",)),
     ],
 )
-def test_a_scalar_is_read_as_the_setting_declares_it(text: str, name: str, value: object, tmp_path: Path) -> None:
+def test_a_scalar_is_read_as_the_setting_declares_it(text: str, name: str, value: object, tmp_path) -> None:
     found = value_of(load_config(written(tmp_path, text)), name)
     assert (type(found), found) == (type(value), value)
 
 
-def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_partial_file_changes_what_it_names(tmp_path) -> None:
     text = """
 training:            # a table with comments
   lr: 1e-3
@@ -85,13 +85,13 @@ mixing:
         ("a: \x00", r"own.yaml is no YAML \("),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(written(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.yaml \(No such file or directory\); .* TOML or YAML"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
