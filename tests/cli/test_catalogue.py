@@ -49,14 +49,6 @@ def test_old_names_of_strategies_are_told(atlas) -> None:
     assert "local_only" in atlas("list", "strategies").out
 
 
-@pytest.mark.parametrize("words", [("list", "taks"), ("list", "tasks", "models"), ("list", "tasks", "movie", "trec")])
-def test_what_cannot_be_listed_is_one_line(words: tuple[str, ...], atlas) -> None:
-    said = atlas(*words)
-    assert (said.code, said.out) == (2, "")
-    assert said.err.count("\n") == 1
-    assert said.err.endswith("see `atlas list --help`\n")
-
-
 def test_passes_beside_training_are_said_of_rules_and_methods(atlas) -> None:
     said = " ".join(atlas("list", "strategies").out.split())
     assert said.count("passes over the training examples: one more") == 2
@@ -142,10 +134,6 @@ def test_a_rule_alone_has_its_knobs(atlas) -> None:
     assert "\n--second-gate " in atlas("list", "strategies", "fedalt").out
     used = {name for rule in RULES.values() for name in rule.uses}
     assert used <= {*settings()}
-
-
-def test_an_unknown_strategy_has_its_nearest(atlas) -> None:
-    assert "did you mean 'fedprox'?" in atlas("list", "strategies", "fedproxx").err
 
 
 def test_every_conflict_is_listed_with_its_reason_and_remedy(atlas) -> None:

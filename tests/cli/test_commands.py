@@ -1,6 +1,5 @@
 import errno
 import os
-import re
 import subprocess
 import sys
 
@@ -148,17 +147,3 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         process.stdout.close()
         assert process.wait(timeout=30) == 141
         assert process.stderr.read() == b""
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("sweep", "--over", "eta=0", "--seed", "7"), "--seed 7 is for one run, and these are several; how many seeds"),
-        (("compare", "--strategy", "fedavg"), "--strategy fedavg is for one run, .*; name all .* with --strategies"),
-        (("sweep", "--over", "seed=1,2"), "--over is 'seed=1,2'; seeds are not swept; a sweep has --seeds"),
-    ],
-)
-def test_what_many_runs_would_overwrite_is_refused(atlas, words: tuple[str, ...], text: str) -> None:
-    said = atlas(*words)
-    assert said.code == 2
-    assert re.search(text, said.err), said.err

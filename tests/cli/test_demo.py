@@ -17,12 +17,6 @@ def test_it_says_what_it_will_do_and_how_long_it_takes() -> None:
     assert "about 5.8 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
 
 
-def test_a_preset_that_is_no_demonstration_is_refused(atlas) -> None:
-    said = atlas("demo", "--preset", "publication")
-    assert said.code == 2
-    assert "quick" in said.err and "smoke" in said.err
-
-
 @pytest.mark.slow
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
     atlas, tmp_path, monkeypatch

@@ -114,5 +114,3 @@ def test_choices_and_what_is_missing_are_told(atlas) -> None:
     assert atlas("export", "--help").out.startswith("usage: atlas export --client TEXT --to TEXT [OPTIONS] RUN\n")
     assert atlas("fetch", "--help").out.startswith("usage: atlas fetch [OPTIONS] [WHAT]\n")
     assert atlas("audit", "--help").out.startswith("usage: atlas audit [OPTIONS] RUN [OTHER ...]\n")
-    assert atlas("export", "run").err == "atlas: missing: --client TEXT, --to TEXT; see `atlas export --help`\n"
-    assert atlas("resume").err == "atlas: missing: RUN; see `atlas resume --help`\n"

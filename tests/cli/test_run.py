@@ -1,14 +1,14 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
 import csv
-from dataclasses import replace
+import shlex
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, value_of
+from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.run import RunResult
@@ -20,12 +20,8 @@ from atlas_fl.storage.jsonl import write_json
 def summary_of(config: Config) -> dict[str, Any]:
     score = {"local": 0.5}.get(config.mixing.strategy, 0.75) + config.mixing.eta / 10
     test = {"primary": score, "accuracy": score, "majority": 0.5, "gain_over_majority": score - 0.5}
-    final = {
-        "test": test,
-        "validation": {"primary": score},
-        "worst_client": {"client": "movie-0"} | test,
-        "spread": {"std": 0.0},
-    }
+    final = {"test": test, "validation": {"primary": score}, "spread": {"std": 0.0}}
+    final["worst_client"] = {"client": "movie-0"} | test
     group = {"clients": 1, "final": final, "best": final}
     return {
         "run": {"seed": config.run.seed, "strategy": config.mixing.strategy, "rounds": 1},
@@ -61,16 +57,11 @@ def ran(monkeypatch) -> list[Config]:
 
 
 def test_run_hands_over_what_the_flags_say(atlas, ran, tmp_path) -> None:
-    said = atlas(
-        "run", "--runs-dir", str(tmp_path), "--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"
-    )
+    words = ["--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"]
+    said = atlas("run", "--runs-dir", str(tmp_path), *words)
     assert (said.code, said.err) == (0, "")
-    expected = replace(find_preset("quick"), run=replace(find_preset("quick").run, runs_dir=str(tmp_path)))
-    changed = {
-        name for name in ("alpha", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
-    }
-    assert changed == {"alpha", "tasks", "block_diagonal"}
-    assert replace(ran[0], mixing=expected.mixing, data=expected.data) == expected
+    values = {"alpha": 0.25, "tasks": ["movie", "sms"], "block_diagonal": False, "runs_dir": str(tmp_path)}
+    assert ran == [with_values(find_preset("quick"), values)]
     lines = said.out.splitlines()
     assert lines[:2] == ["loading ...", "note: as you wish"]
     assert lines[-1] == f"run folder: {run_folder(ran[0]).path}"
@@ -90,19 +81,19 @@ def test_a_run_that_is_not_complete_says_how_to_go_on(atlas, ran, tmp_path) -> N
 
 @pytest.mark.parametrize("command", ["run", "plan", "sweep", "compare"])
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        (["--rounds", "0"], "atlas: --rounds is 0; allowed: at least 1; set it to that, or leave it out\n"),
-        (["--tasks", "movei"], "atlas: unknown task 'movei'; did you mean 'movie'?"),
-        (["--strateg", "x"], "atlas: unknown flag '--strateg'; did you mean '--strateg"),
-        (["--preset", "quik"], "atlas: unknown preset 'quik'; did you mean 'quick'?"),
-        (["--config", "none.toml"], "atlas: cannot read none.toml (No such file or directory)"),
-        (["--ranks", "5"], "atlas: --ranks is 5, a rank that is no candidate; the candidates are 4, 8, 16, 32, 64;"),
+        ("--rounds 0", "atlas: --rounds is 0; allowed: at least 1; set it to that, or leave it out\n"),
+        ("--tasks movei", "atlas: unknown task 'movei'; did you mean 'movie'?"),
+        ("--strateg x", "atlas: unknown flag '--strateg'; did you mean '--strateg"),
+        ("--preset quik", "atlas: unknown preset 'quik'; did you mean 'quick'?"),
+        ("--config none.toml", "atlas: cannot read none.toml (No such file or directory)"),
+        ("--ranks 5", "atlas: --ranks is 5, a rank that is no candidate; the candidates are 4, 8, 16, 32, 64;"),
     ],
 )
-def test_nothing_is_run_with_a_mistake(command: str, words: list[str], message: str, atlas, ran) -> None:
+def test_nothing_is_run_with_a_mistake(command: str, line: str, message: str, atlas, ran) -> None:
     over = ["--over", "dropout=0"] if command == "sweep" else []
-    said = atlas(command, *over, *words)
+    said = atlas(command, *over, *line.split())
     assert said.code == 2
     assert said.err.startswith(message)
     assert ran == []
@@ -123,10 +114,8 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_pa
     assert f"the runs: {file}" in said.out and f"and as a figure: {file.with_suffix('.png')}" in said.out
     assert {config_hash(run.config) for run in find_finished_runs([file])} == {config_hash(config) for config in ran}
     methods = list(csv.DictReader(file.with_suffix(".methods.csv").read_text(encoding="utf-8").splitlines()))
-    assert [(row["method"], row["mean"], row["seeds"]) for row in methods] == [
-        ("eta=0", "0.75", "2"),
-        ("eta=0.5", "0.8", "2"),
-    ]
+    by_hand = [("eta=0", "0.75", "2"), ("eta=0.5", "0.8", "2")]
+    assert [(row["method"], row["mean"], row["seeds"]) for row in methods] == by_hand
     latex = file.with_suffix(".statistics.tex").read_text(encoding="utf-8").splitlines()
     assert sum(line.startswith("eta=0.5 & 0.800 $\\pm$ 0.000 & 0.000 & 0.800") for line in latex) == 1
     with Image.open(file.with_suffix(".png")) as image:
@@ -198,10 +187,9 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(atlas
     assert said.out.index(titles[0]) < said.out.index(titles[1]) < said.out.index("Ranks over all federations")
     assert said.out.count("Tests against fedavg") == 2
     (file,) = tmp_path.glob("comparison-*.pairs.csv")
-    pairs = list(csv.DictReader(file.read_text().splitlines()))
-    assert [(row["federation"], row["method"], row["control"]) for row in pairs] == [
-        (title, "local", "fedavg") for title in titles
-    ]
+    pairs = csv.DictReader(file.read_text().splitlines())
+    told = [(row["federation"], row["method"], row["control"]) for row in pairs]
+    assert told == [(title, "local", "fedavg") for title in titles]
 
 
 @pytest.mark.slow
@@ -246,70 +234,74 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(atlas, ra
     assert (said.code, said.err) == (0, "")
     seen = {(config.run.preset, config.run.dial, config.data.tasks, config.data.samples) for config in ran}
     null, skew = ("movie", "trec", "pairs"), ("trec",)
-    assert seen == {
-        ("null", 1, null, 50),
-        ("null", 3, null, 200),
-        ("label-skew", 1, skew, 120),
-        ("label-skew", 3, skew, 120),
+    assert seen == {("null", 1, null, 50), ("null", 3, null, 200)} | {
+        ("label-skew", dial, skew, 120) for dial in (1, 3)
     }
     assert (len(ran), {config.training.rounds for config in ran}) == (8, {3})
     assert "1 is the best of 4 federations" in " ".join(said.out.split())
     assert said.out.index("label-skew, dial 3") < said.out.index("null, dial 1")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["compare", "--over", "strategy=local"], "--over sweeps strategy; name the strategies with --strategies"),
-        (["sweep"], "--over is missing; allowed: a setting and its values;"),
-        (["sweep", "--over", "etta=1"], "unknown setting 'etta'; did you mean 'eta'?"),
-        (["sweep", "--over", "eta=0", "--max-rounds", "1"], "--max-rounds is 1; here every run goes to its end;"),
-        (["compare", "--seeds", "0"], "--seeds is 0; allowed: 1 to 1000, how many;"),
-        (
-            ["compare", "--control", "median"],
-            "--control is median; allowed: one of --strategies, local, fedavg_cluster,",
-        ),
-        (["compare", "--trials", "-1"], "--trials is -1; allowed: 1 to 20, or 0 for none"),
-        (["compare", "--over", "preset=nul"], "unknown preset 'nul'; did you mean 'null'?"),
-        (["compare", "--preset", "null", "--over", "preset=null"], "--preset is given beside --over preset=...;"),
-        (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
-        (["compare", "--trials", "8193"], "--trials is 8193; allowed: 1 to 20, or 0 for none"),
-        (["compare", "--seeds", "2026111"], "--seeds is 2026111; allowed: 1 to 1000, how many;"),
-        (
-            ["compare", "--seeds", "-1", "5"],
-            "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to",
-        ),
-        (["compare", "--strategies", "fedavg", "standard_fl"], "--strategies has fedavg twice; name each"),
-        (
-            ["compare", "--strategies", "fedavg", "--over", "rounds=2,02"],
-            "--over rounds has 2 and 02, which are the same; give each value once",
-        ),
-        (["compare", "--over", "preset=null,label-skew", "--dial", "9"], "--dial is 9; allowed: 0 to 4;"),
-        (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
-        (["compare", "local", "atlas"], "unexpected words: local atlas; name what is compared with --strategies local"),
-        (["compare", "--strategies"], "--strategies is empty; name at least one;"),
-        (
-            ["run", "--eta", "0.2"],
-            "--eta is a setting of the Laplacian, and --strategy atlas measures how much is shared; leave it out, or"
-            " take the strategy atlas_laplacian",
-        ),
-        (["sweep", "--over", "eta=0,0.5"], "--eta is a setting of the Laplacian,"),
-        (["compare", "--strategies", "atlas", "--over", "eta=0,1"], "--eta is a setting of the Laplacian,"),
-        (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),
-        (["resume", "nothing"], "not a run folder: nothing;"),
-        (["resume", "nothing", "--max-rounds", "0"], "--max-rounds is 0; allowed: at least 1;"),
-        (["audit", "nothing"], "not a run folder: nothing;"),
-        (["export", "nothing", "--client", "0", "--to", "x"], "not a run folder: nothing;"),
-        (["export", "nothing", "--client", "0"], "missing: --to TEXT; see `atlas export --help`"),
-        (["report", "nothing"], "not a run folder: nothing;"),
-        (["report", "nothing", "--control", "fedavg"], "--control is fedavg, and one run is compared with nothing;"),
-        (["results", "nothing"], "there is no folder or file 'nothing';"),
-        (["results", "nothing", "--to", "a", "--csv", "./a"], "--to and --csv are both a; name a file for each"),
-        (["report"], "no run is named; give the folder of a run"),
-    ],
-)
-def test_a_command_without_what_it_needs_is_one_line(words: list[str], message: str, atlas, ran) -> None:
-    said = atlas(*words)
+COMMANDS_WITH_MISTAKES = {
+    "compare --over strategy=local": "--over sweeps strategy; name the strategies with --strategies",
+    "sweep": "--over is missing; allowed: a setting and its values;",
+    "sweep --over etta=1": "unknown setting 'etta'; did you mean 'eta'?",
+    "sweep --over eta=0 --max-rounds 1": "--max-rounds is 1; here every run goes to its end;",
+    "compare --seeds 0": "--seeds is 0; allowed: 1 to 1000, how many;",
+    "compare --control median": "--control is median; allowed: one of --strategies, local, fedavg_cluster,",
+    "compare --trials -1": "--trials is -1; allowed: 1 to 20, or 0 for none",
+    "compare --over preset=nul": "unknown preset 'nul'; did you mean 'null'?",
+    "compare --preset null --over preset=null": "--preset is given beside --over preset=...;",
+    "sweep --over preset=null": "--over sweeps preset, which changes no number of a run;",
+    "compare --trials 8193": "--trials is 8193; allowed: 1 to 20, or 0 for none",
+    "compare --seeds 2026111": "--seeds is 2026111; allowed: 1 to 1000, how many;",
+    "compare --seeds -1 5": "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to",
+    "compare --strategies fedavg standard_fl": "--strategies has fedavg twice; name each",
+    "compare --strategies fedavg --over rounds=2,02": "--over rounds has 2 and 02, which are the same; give each",
+    "compare --over preset=null,label-skew --dial 9": "--dial is 9; allowed: 0 to 4;",
+    "compare --jobs 0": "--jobs is 0; allowed: at least 1",
+    "compare local atlas": "unexpected words: local atlas; name what is compared with --strategies local",
+    "compare --strategies": "--strategies is empty; name at least one;",
+    "run --eta 0.2": "--eta is a setting of the Laplacian, and --strategy atlas measures how much is shared; leave",
+    "sweep --over eta=0,0.5": "--eta is a setting of the Laplacian,",
+    "compare --strategies atlas --over eta=0,1": "--eta is a setting of the Laplacian,",
+    "compare --strategies atals": "unknown strategy 'atals'; did you mean 'atlas'?",
+    "resume nothing": "not a run folder: nothing;",
+    "resume nothing --max-rounds 0": "--max-rounds is 0; allowed: at least 1;",
+    "audit nothing": "not a run folder: nothing;",
+    "export nothing --client 0 --to x": "not a run folder: nothing;",
+    "export nothing --client 0": "missing: --to TEXT; see `atlas export --help`",
+    "report nothing": "not a run folder: nothing;",
+    "report nothing --control fedavg": "--control is fedavg, and one run is compared with nothing;",
+    "results nothing": "there is no folder or file 'nothing';",
+    "results nothing --to a --csv ./a": "--to and --csv are both a; name a file for each",
+    "report": "no run is named; give the folder of a run",
+    "sweep --over eta=0 --seed 7": "--seed 7 is for one run, and these are several; how many seeds",
+    "compare --strategy fedavg": "--strategy fedavg is for one run, and these are several; name all that are compared with",
+    "sweep --over seed=1,2": "--over is 'seed=1,2'; seeds are not swept; a sweep has --seeds",
+    "list taks": "WHAT: 'taks' is not one of tasks, models, strategies, devices, presets, conflicts; did you mean 'tas",
+    "list tasks models": "unexpected words: models; a strategy alone can be named; see `atlas list --help`",
+    "list tasks movie trec": "unexpected words: trec; see `atlas list --help`",
+    "list strategies fedproxx": "unknown strategy 'fedproxx'; did you mean 'fedprox'?",
+    "demo --preset publication": "--preset: 'publication' is not one of quick, smoke;",
+    "export run": "missing: --client TEXT, --to TEXT; see `atlas export --help`",
+    "resume": "missing: RUN; see `atlas resume --help`",
+    "watch nowhere": "not a run folder: nowhere;",
+    "watch --runs-dir nowhere": "--runs-dir is nowhere, which is no folder;",
+    "watch --host ''": "--host is ''; name an address of this machine",
+    f"watch --host {'a' * 64}": f"--host is '{'a' * 59}...; name an address of this machine",
+    "watch --port 70000": "--port is 70000; allowed: 0 to 65535",
+    "watch --host no.such.host.invalid --runs-dir .": "--host no.such.host.invalid --port 8765 cannot be",
+}
+"""What is said of each, in one line."""
+
+
+@pytest.mark.parametrize(("line", "message"), COMMANDS_WITH_MISTAKES.items())
+def test_a_command_without_what_it_needs_is_one_line(
+    line: str, message: str, atlas, ran, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = atlas(*shlex.split(line))
     assert said.code == 2
     assert said.err.startswith(f"atlas: {message}")
     assert said.err.count("\n") == 1
@@ -319,8 +311,7 @@ def test_a_command_without_what_it_needs_is_one_line(words: list[str], message: 
 def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch, atlas) -> None:
     clustering = {"warnings": ["2 undecided"]}
     client = {"name": "a-0", "task": "a", "cluster": -1, "ranks": [4], "cut": None, "memory": {}, "predicted": {}}
-    clients = [client]
-    found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
+    found = {"clients": [client], "clustering": clustering, "notes": ["2 undecided", "something else"]}
     monkeypatch.setattr("atlas_fl.cli.run.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said

@@ -30,11 +30,6 @@ def test_the_outcome_says_all_of_the_summary(capsys, monkeypatch) -> None:
     assert text.endswith("refused: trec-0 in round 2: NaN in [head]\nrun folder: runs/x")
 
 
-def test_an_unfinished_run_says_how_to_go_on(capsys, monkeypatch) -> None:
-    lines = shown(outcome(Path("runs/x"), SUMMARY, complete=False), capsys, monkeypatch)
-    assert " ".join(lines[-1]) == "not complete yet; go on with: atlas resume runs/x"
-
-
 def test_the_audit_shows_rounds_and_the_first_failures(capsys, monkeypatch) -> None:
     good = AuditRow(run="a", round=1, client="movie-0", check="mixed", error=5.6e-8)
     failure = AuditRow(run="a", round=2, client="movie-0", check="mixed", detail="off by 0.5")

@@ -147,24 +147,6 @@ def test_the_address_has_the_token_only_where_one_is_needed(tmp_path) -> None:
             assert address(server, watched) == f"http://127.0.0.1:{server.server_address[1]}{words}"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("nowhere",), "not a run folder: nowhere"),
-        (("--runs-dir", "nowhere"), "--runs-dir is nowhere, which is no folder"),
-        (("--host", ""), "--host is ''; name an address of this machine"),
-        (("--host", "a" * 64), "name an address of this machine"),
-        (("--port", "70000"), "--port is 70000; allowed: 0 to 65535"),
-        (("--host", "no.such.host.invalid", "--runs-dir", "."), "--host no.such.host.invalid --port 8765 cannot be"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[str, ...], message: str, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["watch", *words]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
-
-
 def test_a_port_that_is_taken_is_one_line(tmp_path, capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

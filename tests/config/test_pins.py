@@ -53,9 +53,8 @@ def test_an_altered_mask_is_refused_in_one_line(file) -> None:
     begun = pin_mask_file(masked(file))
     file.write_bytes(b"abd")
     for refuses in (check_mask_file, pin_mask_file):
-        with pytest.raises(
-            ConfigError, match=r"mask.safetensors was altered: .* a52d159f262b2c6d, .* ba7816bf8f01cfea; restore"
-        ) as caught:
+        told = r"mask.safetensors was altered: .* a52d159f262b2c6d, .* ba7816bf8f01cfea; restore"
+        with pytest.raises(ConfigError, match=told) as caught:
             refuses(begun)
         assert "\n" not in str(caught.value)
 

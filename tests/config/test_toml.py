@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig, load_config, settings, to_toml
+from atlas_fl.config.files import MOST_BYTES
 from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import ConfigError
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "own.toml"
+def written(folder: Path, text: str, name: str = "own.toml") -> Path:
+    path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -43,9 +44,7 @@ def test_any_value_survives_the_file(
     config = Config(
         training=TrainingConfig(lr=lr), run=RunConfig(name=name, seed=seed), data=DataConfig(tasks=tuple(tasks))
     )
-    path = tmp_path_factory.getbasetemp() / "any.toml"
-    path.write_text(to_toml(config), encoding="utf-8")
-    assert load_config(path) == config
+    assert load_config(written(tmp_path_factory.getbasetemp(), to_toml(config))) == config
 
 
 def test_the_file_is_grouped_and_every_setting_is_explained() -> None:
@@ -97,10 +96,29 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path) -> No
 
 
 def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"belongs to \[mixing\]; another version of ATLAS wrote this run; run it again"
-    ):
+    with pytest.raises(ConfigError, match=r"to \[mixing\]; another version of ATLAS wrote this run; run it again"):
         load_config(written(tmp_path, "[data]\neta = 1\n"), within=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + ".".join("a" * 125_000) + "]\n",
+        ".".join("a" * 125_000) + " = 1\n",
+        '"a".' * 9 + "b = 1\n",
+        "a" * 250_000 + " = 1\n",
+        "# " + "x" * MOST_BYTES + "\n",
+    ],
+)
+def test_long_keys_and_files_are_refused_at_once(text: str, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="allowed: 262,144 bytes, keys of 100 characters and 8 parts"):
+        load_config(written(tmp_path, text))
+
+
+def test_texts_and_comments_are_no_keys(tmp_path) -> None:
+    name = "a.b.c.d.e.f.g.h.i.j.k" * 20
+    text = to_toml(Config()).replace('runs_dir = "runs"', f"runs_dir = '{name}'  # {name}")
+    assert load_config(written(tmp_path, text)).run.runs_dir == name
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
