@@ -1,5 +1,4 @@
 import errno
-import os
 import subprocess
 import sys
 
@@ -56,25 +55,30 @@ def test_an_unknown_command_has_its_nearest(atlas) -> None:
     assert atlas("foo").err.startswith("atlas: unknown command 'foo'; known: fetch, doctor,")
 
 
-@pytest.mark.parametrize("value", ["7" * 5000])
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"list", "fetch"}))
-def test_a_number_of_thousands_of_digits_is_one_short_line(command: str, value: str, atlas) -> None:
-    said = atlas(command, "--rounds" if command in ("run", "plan", "sweep", "search") else "--seed", value)
+def test_a_number_of_thousands_of_digits_is_one_short_line(command: str, atlas) -> None:
+    said = atlas(command, "--rounds" if command in ("run", "plan", "sweep", "search") else "--seed", "7" * 5000)
     assert said.code == 2
     assert "sys." not in said.err
     assert len(said.err) < 250
 
 
-def test_a_mistake_is_one_line_and_exits_with_2(atlas, monkeypatch) -> None:
-    replace_command(monkeypatch, BudgetError("nothing fits;\ntake a larger device"))
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (BudgetError("nothing fits;\ntake a larger device"), 2, "nothing fits; take a larger device"),
+        (KeyboardInterrupt(), 130, "stopped"),
+        (
+            PermissionError(13, "Permission denied", "runs/x"),
+            2,
+            "runs/x: Permission denied; check the path and its permissions",
+        ),
+    ],
+)
+def test_a_mistake_and_ctrl_c_are_one_line(error: BaseException, code: int, line: str, atlas, monkeypatch) -> None:
+    replace_command(monkeypatch, error)
     said = atlas("run")
-    assert (said.code, said.out, said.err) == (2, "", "atlas: nothing fits; take a larger device\n")
-
-
-def test_ctrl_c_is_one_line_and_exits_with_130(atlas, monkeypatch) -> None:
-    replace_command(monkeypatch, KeyboardInterrupt())
-    said = atlas("run")
-    assert (said.code, said.err) == (130, "atlas: stopped\n")
+    assert (said.code, said.out, said.err) == (code, "", f"atlas: {line}\n")
 
 
 def test_ctrl_c_in_a_run_names_it(monkeypatch, atlas, tmp_path) -> None:
@@ -85,12 +89,6 @@ def test_ctrl_c_in_a_run_names_it(monkeypatch, atlas, tmp_path) -> None:
     said = atlas("run", "--preset", "smoke", "--name", "mine", "--runs-dir", str(tmp_path))
     again = f"a run goes on where it was with `atlas resume {tmp_path / 'mine'}`"
     assert (said.code, said.err.splitlines()[-1]) == (130, f"atlas: stopped; {again}")
-
-
-def test_a_path_that_cannot_be_written_is_one_line(atlas, monkeypatch) -> None:
-    replace_command(monkeypatch, PermissionError(13, "Permission denied", "runs/x"))
-    said = atlas("run")
-    assert (said.code, said.err) == (2, "atlas: runs/x: Permission denied; check the path and its permissions\n")
 
 
 def test_a_full_disk_says_how_the_command_goes_on(atlas, monkeypatch) -> None:
@@ -123,22 +121,13 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "atlas_fl", "plam"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "did you mean 'plan'?" in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux alone")
-@pytest.mark.parametrize(("said", "spins"), [({}, SPINS)])
-def test_threads_wait_asleep_unless_the_user_says_how(said: dict[str, str], spins: str) -> None:
-    clean = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    code = "from atlas_fl.cli.main import main; main(['--version']); import torch"
-    environment = {**clean, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+def test_threads_wait_asleep(monkeypatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    done = in_a_process("from atlas_fl.cli.main import main; main(['--version']); import torch")
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
