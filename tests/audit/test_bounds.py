@@ -21,20 +21,17 @@ def leave(run, *, factor):
     save_file(sent, run / "audit" / "round-0002" / "out_of_bound.safetensors")
 
 
-def test_an_update_that_was_refused_for_its_norm_had_to_be(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_an_update_that_was_refused_for_its_norm_had_to_be(run):
     leave(run, factor=1000)
     assert audit_run(run).ok
     leave(run, factor=1)
     report = audit_run(run)
     assert found(report) == {(2, "movie-1", "bounded")}
-    assert re.search(
-        r"its change is \S+ times the median, and 10 are allowed, but it was not", report.failures[0].detail
-    )
+    told = r"its change is \S+ times the median, and 10 are allowed, but it was not"
+    assert re.search(told, report.failures[0].detail)
 
 
-def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_an_update_beyond_the_bound_that_was_mixed_is_found(run):
 
     def blow_up(flat):
         for key in (key for key in flat if key.startswith("movie-0/")):
@@ -58,8 +55,7 @@ def test_who_was_refused_is_nobodys_neighbour_and_the_record_says_so(tmp_path, l
     assert only(audit_run(run), "record")[0].detail.endswith("without edges were ['movie-0', 'movie-1']")
 
 
-def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(run):
     edit_record(run, 1, restored={"movie-0": "the mixed model holds values"})
     assert only(audit_run(run), "mixed")[0].detail == "it was to keep the model that it began with, but it changed"
     begun = load_file(run / "audit" / "round-0000" / "start.safetensors")

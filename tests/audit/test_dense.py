@@ -5,17 +5,17 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.dense import decompose, is_best, rank_error
-from tests.audit.written import edit_tensors, found, write_run
+from tests.audit.written import edit_tensors, found
 
 
-def test_the_errors_of_an_honest_run_are_far_below_the_tolerance(tmp_path):
-    report = audit_run(write_run(tmp_path / "run"))
+def test_the_errors_of_an_honest_run_are_far_below_the_tolerance(run):
+    report = audit_run(run)
     worst = max(row.error for row in report.rows if row.error is not None)
     assert 0 < worst < 1e-5
     assert list(report.rounds()) == [("run", round) for round in (1, 2, 3)]
 
 
-def test_an_honest_run_passes_although_divide_and_conquer_fails(tmp_path, monkeypatch):
+def test_an_honest_run_passes_although_divide_and_conquer_fails(run, monkeypatch):
     """It did on a real run: a finite sum of updates of rank 56 in 384 dimensions."""
     calls = []
 
@@ -23,7 +23,6 @@ def test_an_honest_run_passes_although_divide_and_conquer_fails(tmp_path, monkey
         calls.append(matrix.shape)
         raise np.linalg.LinAlgError("SVD did not converge")
 
-    run = write_run(tmp_path / "run")
     monkeypatch.setattr(np.linalg, "svd", fails)
     assert audit_run(run).ok
     edit_tensors(run, 1, "start", lambda flat: flat["movie-2/layer.1.q.lora_B"].mul_(1.001))

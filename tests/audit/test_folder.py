@@ -16,10 +16,9 @@ from tests.audit.written import ROUNDS, write_run
 from tests.runs.resealing import resealed
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
+def test_a_folder_that_is_no_run_is_named(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"is no run: it has no config\.toml"):
         audit_run(tmp_path)
-    run = write_run(tmp_path / "run")
     shutil.rmtree(run / "audit")
     with pytest.raises(CheckpointError, match="holds no audited round; run it again with --audit"):
         audit_run(run)
@@ -40,8 +39,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         ("audit/round-0001/trained.safetensors", None, "trained.safetensors is missing"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
-    run = write_run(tmp_path / "run")
+def test_files_that_cannot_be_read_are_named(run, file, content, message):
     if content is None:
         (run / file).unlink()
     else:
@@ -58,8 +56,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
         ("trained", float("nan"), "trec-1/layer.0.q.lora_A"),
     ],
 )
-def test_numbers_that_are_none_are_found_and_end_in_no_traceback(tmp_path, name, value, key):
-    run = write_run(tmp_path / "run")
+def test_numbers_that_are_none_are_found_and_end_in_no_traceback(run, name, value, key):
     file = run / f"audit/round-0001/{name}.safetensors"
     flat = load_file(file)
     assert key in flat, sorted(flat)[:30]
@@ -70,8 +67,7 @@ def test_numbers_that_are_none_are_found_and_end_in_no_traceback(tmp_path, name,
 
 
 @pytest.mark.parametrize("told_by", ["summary", "checkpoint"])
-def test_last_rounds_that_are_missing_are_found(tmp_path, told_by):
-    run = write_run(tmp_path / "run")
+def test_last_rounds_that_are_missing_are_found(run, told_by):
     if told_by == "summary":
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(re.sub(r"(?m)^rounds = .*$", f"rounds = {ROUNDS}", text))
@@ -83,8 +79,7 @@ def test_last_rounds_that_are_missing_are_found(tmp_path, told_by):
     assert [row.detail for row in audit_run(run).failures] == [f"no rounds [{ROUNDS}]"]
 
 
-def test_other_folders_beside_the_rounds_do_not_matter(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_other_folders_beside_the_rounds_do_not_matter(run):
     (run / "audit/round-0001.bak").mkdir()
     assert audit_run(run).ok
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from atlas_fl.params import digest
 from tests.audit.written import CLIENTS, D_IN, ROUNDS, edit_record, edit_tensors, found, only, plan_json, write_run
 
 
-def test_a_write_back_that_does_not_happen_is_found(tmp_path):
-    def served(_round, updates, start):
-        return {client: updates.get(client, start[client]) for client in CLIENTS}
+def as_trained(_round, updates, start):
+    """Models as clients have trained them, of whom nobody gets a mixed one."""
+    return {client: updates.get(client, start[client]) for client in CLIENTS}
 
-    report = audit_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", eta=0.1), served=served))
+
+def test_a_write_back_that_does_not_happen_is_found(tmp_path):
+    mixing = MixingConfig(strategy="atlas_laplacian", eta=0.1)
+    report = audit_run(write_run(tmp_path / "run", mixing, served=as_trained))
     moved = only(report, "moved", round=1)
     assert {row.client for row in moved} == set(CLIENTS) - {"pairs-0"}, "who is alone may stay"
     assert moved[0].detail.startswith("3 of 3 were left as trained; ")
@@ -28,7 +32,8 @@ def test_a_write_back_that_does_not_happen_is_found(tmp_path):
 
 def test_a_write_back_of_the_head_alone_is_found(tmp_path):
     def served(_round, updates, start):
-        return {c: {**updates.get(c, start[c]), "head.weight": start[c]["head.weight"]} for c in CLIENTS}
+        trained = as_trained(None, updates, start)
+        return {client: {**trained[client], "head.weight": start[client]["head.weight"]} for client in CLIENTS}
 
     moved = only(audit_run(write_run(tmp_path / "run", served=served)), "moved", round=1)
     assert {row.client for row in moved} == set(CLIENTS) - {"pairs-0"}
@@ -36,16 +41,13 @@ def test_a_write_back_of_the_head_alone_is_found(tmp_path):
 
 
 def test_a_tiny_step_that_is_left_out_is_found_by_its_bits(tmp_path):
-    def served(_round, updates, start):
-        return {client: updates.get(client, start[client]) for client in CLIENTS}
-
-    report = audit_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", eta=1e-5), served=served))
+    mixing = MixingConfig(strategy="atlas_laplacian", eta=1e-5)
+    report = audit_run(write_run(tmp_path / "run", mixing, served=as_trained))
     assert not only(report, "mixed"), "too small to be seen by value"
     assert {row.client for row in only(report, "moved", round=1)} == set(CLIENTS) - {"pairs-0"}
 
 
-def test_clients_that_go_on_with_what_they_trained_are_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_clients_that_go_on_with_what_they_trained_are_found(run):
     own = load_file(run / "audit" / "round-0001" / "trained.safetensors")
     params = {key.split("/", 1)[1]: tensor for key, tensor in own.items() if key.startswith("trec-0/")}
     loaded = json.loads((run / "audit" / "round-0002" / "record.json").read_text())["loaded"]
@@ -56,35 +58,22 @@ def test_clients_that_go_on_with_what_they_trained_are_found(tmp_path):
     assert report.failures[0].detail.startswith(f"it says that it loaded 5 tensors of {digest(params)[:12]}, and sent")
 
 
-def test_a_client_that_loaded_fewer_tensors_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_client_that_loaded_fewer_tensors_is_found(run):
     loaded = json.loads((run / "audit" / "round-0001" / "record.json").read_text())["loaded"]
     loaded["movie-0"]["keys"] = 4
     del loaded["trec-1"]
     edit_record(run, 1, loaded=loaded)
     report = audit_run(run)
     assert found(report) == {(1, "movie-0", "loaded"), (1, "trec-1", "loaded")}
-    assert [row.detail[:32] for row in report.failures] == [
-        "it says that it loaded 4 tensors",
-        "it says that it loaded 0 tensors",
-    ]
+    assert [row.detail[:32] for row in report.failures] == [f"it says that it loaded {count} tensors" for count in "40"]
 
 
-@pytest.mark.parametrize(
-    "real",
-    [
-        {"eta": 0.0},
-        {"eta": 0.11},
-        {"laplacian": "symmetric"},
-        {"strategy": "fedavg_cluster"},
-        {"strategy": "fedavg"},
-        {"strategy": "local"},
-        {"share": ("A", "B")},
-        {"space": "factors"},
-        {"layer_weighting": "importance"},
-    ],
-    ids=str,
-)
+OTHER_WORDS = [{"eta": 0.0}, {"eta": 0.11}, {"laplacian": "symmetric"}, {"layer_weighting": "importance"}]
+OTHER_WORDS += [{"strategy": name} for name in ("fedavg_cluster", "fedavg", "local")]
+OTHER_WORDS += [{"share": ("A", "B")}, {"space": "factors"}]
+
+
+@pytest.mark.parametrize("real", OTHER_WORDS, ids=str)
 def test_a_server_that_followed_other_words_is_found(tmp_path, real):
     said = MixingConfig(strategy="atlas_laplacian", eta=0.1)
     run = write_run(tmp_path / "run", said, real=replace(said, **real))
@@ -109,11 +98,7 @@ def test_an_eta_that_is_not_the_configs_is_found(tmp_path):
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_one_changed_tensor_is_found(tmp_path, key, space):
     run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", space=space))
-
-    def change(flat):
-        flat[key] = flat[key] * 1.001
-
-    edit_tensors(run, 1, "start", change)
+    edit_tensors(run, 1, "start", lambda flat: flat[key].mul_(1.001))
     client, name = key.split("/")
     failures = audit_run(run).failures
     assert (1, client, "mixed") in {(row.round, row.client, row.check) for row in failures}
@@ -122,14 +107,12 @@ def test_one_changed_tensor_is_found(tmp_path, key, space):
     assert row.error > 1e-4
 
 
-def test_a_changed_trained_tensor_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_changed_trained_tensor_is_found(run):
     edit_tensors(run, 1, "trained", lambda flat: flat["movie-0/layer.0.q.lora_A"].mul_(1.5))
     assert {row.client for row in only(audit_run(run), "mixed", round=1)} == {"movie-0", "movie-1", "movie-2"}
 
 
-def test_an_absent_client_whose_model_changed_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_an_absent_client_whose_model_changed_is_found(run):
     edit_tensors(run, 2, "start", lambda flat: flat["movie-0/head.weight"].add_(1e-6))
     failures = [row for row in audit_run(run).failures if row.round == 2]
     assert [(row.client, row.check) for row in failures] == [("movie-0", "mixed")]
@@ -137,21 +120,16 @@ def test_an_absent_client_whose_model_changed_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trained", "start"])
-def test_renamed_tensors_are_found(tmp_path, name):
-    run = write_run(tmp_path / "run")
-
-    def rename(flat):
-        flat["movie-1/base.layer.0.q.lora_A"] = flat.pop("movie-1/layer.0.q.lora_A")
-
-    edit_tensors(run, 1, name, rename)
+def test_renamed_tensors_are_found(run, name):
+    old, new = "movie-1/layer.0.q.lora_A", "movie-1/base.layer.0.q.lora_A"
+    edit_tensors(run, 1, name, lambda flat: flat.update({new: flat.pop(old)}))
     row = only(audit_run(run), "names", round=1)[0]
     assert row.client == "movie-1"
     what = {"trained": "what it trained", "start": "what it starts with"}[name]
     assert row.detail == f"{what} lacks ['layer.0.q.lora_A'] and has unknown ['base.layer.0.q.lora_A'] (1 and 1 in all)"
 
 
-def test_a_tensor_of_another_shape_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_tensor_of_another_shape_is_found(run):
     edit_tensors(run, 1, "start", lambda flat: flat.update({"trec-0/head.weight": torch.zeros(2, D_IN)}))
     assert only(audit_run(run), "names", round=1)[0].detail == "what it starts with has head.weight of shape (2, 14)"
 
@@ -178,16 +156,14 @@ def test_a_refused_update_that_was_mixed_all_the_same_is_found(tmp_path):
     assert mixed == set(CLIENTS)
 
 
-def test_a_refused_client_that_did_not_keep_its_model_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_refused_client_that_did_not_keep_its_model_is_found(run):
     edit_record(run, 1, refused={"trec-0": "head.weight holds 1 values that are NaN"})
     report = audit_run(run)
     row = next(row for row in report.failures if row.client == "trec-0" and row.check == "mixed")
     assert row.detail.endswith("changed, but should have stayed as it was")
 
 
-def test_ranks_that_are_not_the_plans_are_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_ranks_that_are_not_the_plans_are_found(run):
     plan = plan_json()
     plan["clients"][3]["ranks"] = [8, 5]
     (run / "plan.json").write_text(json.dumps(plan))
@@ -195,34 +171,30 @@ def test_ranks_that_are_not_the_plans_are_found(tmp_path):
     assert only(report, "names", round=1)[0].detail == "layer.0.q.lora_A has rank 3, the plan says 8"
 
 
-def test_participants_without_a_model_and_models_without_a_participant_are_found(tmp_path):
-    run = write_run(tmp_path / "run")
-    edit_tensors(run, 1, "trained", lambda flat: [flat.pop(key) for key in list(flat) if key.startswith("pairs-0/")])
+def leave_out(client, flat):
+    for key in [key for key in flat if key.startswith(f"{client}/")]:
+        del flat[key]
+
+
+def test_participants_without_a_model_and_models_without_a_participant_are_found(run):
+    edit_tensors(run, 1, "trained", partial(leave_out, "pairs-0"))
     assert only(audit_run(run), "record", round=1)[0].detail == "no trained model of pairs-0"
     edit_record(run, 1, participants=list(CLIENTS[1:-1]))
     assert only(audit_run(run), "record", round=1)[0].detail == "trained models of movie-0, who took no part"
     edit_record(run, 3, participants=["movie-0", "trec-1", "pairs-0", "intruder"])
-    assert (
-        "no trained model of intruder; ['intruder'] are not in the plan"
-        in only(audit_run(run), "record", round=3)[0].detail
-    )
+    detail = only(audit_run(run), "record", round=3)[0].detail
+    assert "no trained model of intruder; ['intruder'] are not in the plan" in detail
 
 
-def test_a_client_without_a_model_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_client_without_a_model_is_found(run):
     for round in range(4):
-        edit_tensors(
-            run, round, "start", lambda flat: [flat.pop(key) for key in list(flat) if key.startswith("trec-0")]
-        )
+        edit_tensors(run, round, "start", partial(leave_out, "trec-0"))
     rows = [row for row in audit_run(run).failures if row.client == "trec-0" and row.round == 1]
-    assert [(row.check, row.detail) for row in rows] == [
-        ("loaded", "nothing was sent to it"),
-        ("names", "it has no model"),
-    ]
+    told = [("loaded", "nothing was sent to it"), ("names", "it has no model")]
+    assert [(row.check, row.detail) for row in rows] == told
 
 
-def test_a_lost_round_is_found(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_lost_round_is_found(run):
     shutil.rmtree(run / "audit" / "round-0002")
     report = audit_run(run)
     assert [(row.check, row.detail) for row in report.failures] == [("record", "no rounds [2]")]

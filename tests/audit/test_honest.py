@@ -94,9 +94,9 @@ def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_
         assert same or only(audit_run(liar), "mixed"), other
 
 
-def test_the_audit_tells_how_far_it_is(tmp_path):
+def test_the_audit_tells_how_far_it_is(run):
     told = []
-    audit_run(write_run(tmp_path / "run"), on_event=told.append)
+    audit_run(run, on_event=told.append)
     assert [(event.done, event.total) for event in told] == [(done, ROUNDS) for done in range(ROUNDS)]
 
 
@@ -110,8 +110,7 @@ def test_the_scale_of_the_ranks_is_that_of_the_plan(tmp_path, space, alpha, rslo
     assert only(audit_run(run), "mixed"), "another scale is another mixture"
 
 
-def test_a_refused_update_may_be_on_record_but_counts_for_nothing(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_refused_update_may_be_on_record_but_counts_for_nothing(run):
     held = load_file(run / "audit" / "round-0001" / "start.safetensors")
     refused = {key: tensor * float("nan") for key, tensor in held.items() if key.startswith("movie-1/")}
     edit_tensors(run, 2, "trained", lambda flat: flat.update(refused))
@@ -140,11 +139,7 @@ def test_who_kept_its_own_model_on_validation_is_believed_if_it_is_true(tmp_path
     assert [row.detail for row in audit_run(run).failures] == ["it was to keep its own model, but it changed"]
 
 
-# what must be found
-
-
-def test_a_plan_that_changed_on_the_way_is_followed(tmp_path):
-    run = write_run(tmp_path / "run")
+def test_a_plan_that_changed_on_the_way_is_followed(run):
     shutil.copy(run / "plan.json", run / "plan-0003.json")
     edit_record(run, 3, plan="plan-0003.json")
     assert audit_run(run).ok

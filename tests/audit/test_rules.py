@@ -38,12 +38,7 @@ def three(run, **plan):
     graph = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
     values |= {"adjacency": graph, "importance": None, "layer_of": {}, "alpha": None, "rslora": False, **plan}
     return lambda present=(True, True, True): Step(
-        run=run,
-        round=1,
-        before={},
-        trained={},
-        present=present,
-        plan=AuditPlan(clients=("a", "b", "c"), **values),
+        run=run, round=1, before={}, trained={}, present=present, plan=AuditPlan(clients=("a", "b", "c"), **values)
     )
 
 

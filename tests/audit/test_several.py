@@ -1,6 +1,7 @@
 """Runs that should differ must not end alike."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -11,17 +12,13 @@ from tests.audit.written import only, write_run
 
 def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
     local = write_run(tmp_path / "local", MixingConfig(strategy="local"))
-    disguised = write_run(
-        tmp_path / "atlas", MixingConfig(strategy="atlas_laplacian"), real=MixingConfig(strategy="local")
-    )
-    honest = write_run(tmp_path / "honest", MixingConfig(strategy="atlas_laplacian"))
+    disguised = write_run(tmp_path / "atlas", real=MixingConfig(strategy="local"))
+    honest = write_run(tmp_path / "honest")
     report = audit_run(local, [honest])
     assert report.ok
     assert [row.check for row in report.rows if row.round == 0] == ["different"]
-    rows = only(audit_run(local, [disguised, honest]), "different")
-    assert [(row.run, row.detail) for row in rows] == [
-        ("local", "ends with the very models of atlas, yet it should differ")
-    ]
+    (row,) = only(audit_run(local, [disguised, honest]), "different")
+    assert (row.run, row.detail) == ("local", "ends with the very models of atlas, yet it should differ")
 
 
 @pytest.mark.parametrize(
@@ -41,21 +38,16 @@ def test_runs_that_say_the_same_in_other_words_may_end_alike(tmp_path, first, se
 @pytest.mark.parametrize("eta", [0.1, 0.5])
 def test_the_step_that_moved_nothing_would_have_been_found(tmp_path, eta):
     """The earlier system's results for eta = 0, 0.1 and 0.5 were the same to the last bit."""
-    zero = write_run(tmp_path / "zero", MixingConfig(strategy="atlas_laplacian", eta=0.0))
-    same = write_run(
-        tmp_path / "same",
-        MixingConfig(strategy="atlas_laplacian", eta=eta),
-        real=MixingConfig(strategy="atlas_laplacian", eta=0.0),
-    )
+    nothing = MixingConfig(strategy="atlas_laplacian", eta=0.0)
+    zero = write_run(tmp_path / "zero", nothing)
+    same = write_run(tmp_path / "same", replace(nothing, eta=eta), real=nothing)
     assert only(audit_run(zero, [same]), "different")
 
 
-def test_another_seed_is_another_run(tmp_path):
-    one = write_run(tmp_path / "one")
-    copy = tmp_path / "copy"
-    shutil.copytree(one, copy)
-    assert audit_run(one, [copy]).ok, "the same run twice"
+def test_another_seed_is_another_run(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert audit_run(run, [copy]).ok, "the same run twice"
     text = (copy / "config.toml").read_text()
     assert "seed = 42" in text
     (copy / "config.toml").write_text(text.replace("seed = 42", "seed = 43"))
-    assert only(audit_run(one, [copy]), "different")
+    assert only(audit_run(run, [copy]), "different")

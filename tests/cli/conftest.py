@@ -18,7 +18,7 @@ class Said:
 
 
 @pytest.fixture
-def atlas(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+def atlas(capsys, monkeypatch) -> Callable[..., Said]:
     """Runs `atlas` with these words on a terminal of 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
 

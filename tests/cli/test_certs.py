@@ -10,14 +10,14 @@ from atlas_fl.runtime.transport.certificates import open_certs, read_list
 
 
 @pytest.fixture
-def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+def fed(tmp_path, monkeypatch, capsys) -> Path:
     monkeypatch.chdir(tmp_path)
     assert main(["certs", "make", "certs", "--server", "localhost", "--client", "site-1", "--client", "site-2"]) == 0
     assert "good until" in capsys.readouterr().out
     return tmp_path / "certs"
 
 
-def test_a_site_is_made_renewed_revoked_and_made_again(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_is_made_renewed_revoked_and_made_again(fed, capsys) -> None:
     first = read_list(fed / "server")
     assert main(["certs", "renew", "site-1"]) == 0
     assert "the certificate before it is worth nothing now" in capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_a_site_is_made_renewed_revoked_and_made_again(fed: Path, capsys: pytest
     assert list(read_list(fed / "server")) == ["site-1"]
 
 
-def test_a_site_has_its_own_key_signed(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_has_its_own_key_signed(fed, capsys) -> None:
     assert main(["certs", "request", "site-3"]) == 0
     assert "key.pem and stays here" in capsys.readouterr().out
     assert main(["certs", "sign", "site-3/request.pem", "--days", "5"]) == 0
@@ -62,9 +62,7 @@ def test_a_site_has_its_own_key_signed(fed: Path, capsys: pytest.CaptureFixture[
         ("sign certs/ca/ca.pem", "is no request that can be signed"),
     ],
 )
-def test_a_mistake_is_one_line_and_changes_nothing(
-    words: str, message: str, fed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_changes_nothing(words: str, message: str, fed, capsys) -> None:
     before = {path: path.read_bytes() for path in fed.rglob("*") if path.is_file()}
     assert main(["certs", *words.split()]) == 2
     said = capsys.readouterr().err

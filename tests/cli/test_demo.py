@@ -1,6 +1,4 @@
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,7 +7,6 @@ from atlas_fl.cli.doctor import introduction, time_lines
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run_time import RunTime
 
-Atlas = Callable[..., Any]
 TIME = RunTime(loading=5, planning=40, round=25, rounds=12)
 
 
@@ -20,15 +17,9 @@ def test_it_says_what_it_will_do_and_how_long_it_takes() -> None:
     assert "about 5.8 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
 
 
-def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
-    said = atlas("demo", "--preset", "publication")
-    assert said.code == 2
-    assert "quick" in said.err and "smoke" in said.err
-
-
 @pytest.mark.slow
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
-    atlas: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    atlas, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(doctor, "measure", lambda _: TIME)
     said = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))

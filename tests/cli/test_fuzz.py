@@ -1,16 +1,12 @@
 """Random command lines: each is understood, or one line on standard error and exit code 2; never a traceback."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
 
-Atlas = Callable[..., Any]
 VALUES = [
     "",
     "1",
@@ -49,7 +45,7 @@ def random_line(draw: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_random_command_lines(seed: int, atlas, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # away from the runs that somebody may have
     monkeypatch.setattr("atlas_fl.cli.run.fetch_assets", lambda *_, report: report("fetched"))
     draw = random.Random(seed)

@@ -1,8 +1,6 @@
 """What `atlas join` tells the server of its settings."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,11 +8,9 @@ from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.config import config_hash, pin_mask_file
 from atlas_fl.deployment.site import SiteOptions, SiteResult
 
-Atlas = Callable[..., Any]
-
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     """Settings whose mask is not pinned, with the mask that they name beside them."""
     (tmp_path / "mask.safetensors").write_bytes(b"a mask")
     file = tmp_path / "fed.toml"
@@ -23,7 +19,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[SiteOptions]:
+def joined(monkeypatch) -> list[SiteOptions]:
     """What the command joins with; nothing is connected to."""
     found: list[SiteOptions] = []
 
@@ -40,15 +36,13 @@ def words(file: Path) -> list[str]:
     return ["join", "host:1", *(word for pair in own.items() for word in pair)]
 
 
-def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(
-    atlas: Atlas, file: Path, joined: list[SiteOptions]
-) -> None:
+def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas, file, joined) -> None:
     assert atlas(*words(file)).code == 0
     config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
     assert [joining.config for joining in joined] == [config_hash(pin_mask_file(config))] != [config_hash(config)]
 
 
-def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: Path, joined: list[SiteOptions]) -> None:
+def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas, file, joined) -> None:
     (file.parent / "mask.safetensors").unlink()
     said = atlas(*words(file))
     assert said.code == 2 and not joined
@@ -56,9 +50,7 @@ def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: P
     assert said.err.count("\n") == 1
 
 
-def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(
-    atlas: Atlas, file: Path, joined: list[SiteOptions]
-) -> None:
+def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(atlas, file, joined) -> None:
     assert atlas(*words(file)).code == 0
     more = ["--allow", "cut", "labels", "--least-examples", "4", "--most-sketch", "64"]
     assert atlas(*words(file), *more).code == 0

@@ -1,8 +1,6 @@
 """`atlas masks` on runs that are only config, plan and mask."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.storage.jsonl import write_json
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
-Atlas = Callable[..., Any]
-
 
 def mask(bits: str) -> dict[str, Tensor]:
     """Two blocks of four weights each, and a head that stays."""
@@ -25,7 +21,7 @@ def mask(bits: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path) -> Path:
     """Three runs under masks, and one without."""
     masks = {"42": mask("11110000"), "123": mask("11000011"), "456": mask("00001111")}
     for seed, own in masks.items():
@@ -45,7 +41,7 @@ def leave(folder: Path, *, seed: str, own: dict[str, Tensor] | None) -> None:
 
 
 @pytest.mark.slow
-def test_masks_are_compared_drawn_and_merged(atlas: Atlas, runs: Path, tmp_path: Path) -> None:
+def test_masks_are_compared_drawn_and_merged(atlas, runs, tmp_path) -> None:
     to = tmp_path / "both.safetensors"
     words = ["masks", "run-42", "run-123", "run-456", "--runs-dir", str(runs)]
     said = atlas(*words, "--merge", "union", "--to", str(to))
@@ -65,9 +61,7 @@ def test_masks_are_compared_drawn_and_merged(atlas: Atlas, runs: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
-    atlas: Atlas, runs: Path, tmp_path: Path
-) -> None:
+def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(atlas, runs, tmp_path) -> None:
     assert atlas("masks", str(runs / "run-42")).code == 0
     assert [path.name for path in (runs / "run-42/figures").iterdir()] == ["masks-density.png"]
     to = tmp_path / "both.safetensors"
@@ -97,17 +91,14 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
         (["run-42", "--merge", "union"], "--merge says how masks become one and --to which file gets it"),
         (["run-42", "--merge", "mean", "--to", "x"], "--merge: 'mean' is not one of none, union, intersection"),
         (["run-42", "--merge", "union", "--to", "no/such/folder/x"], "--to is no/such/folder/x; allowed: a file in a"),
-        (
-            ["run-42", "run-456", "--merge", "intersection", "--to", "x.safetensors"],
-            "the intersection of these 2 masks",
-        ),
+        (["run-42", "run-456", "--merge", "intersection", "--to", "x.safetensors"], "the intersection of these 2"),
         (["run-42", "run-123", "--clients", "2"], "--clients is for the clients of one run, and 2 masks are named"),
         (["run-42", "--clients", "2"], "has --mask random; give a run with --mask least_sensitive or most_sensitive"),
         (["run-42", "OTHER"], "are masks of different models: the mask has none for 'encoder.layer.0.w'"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_writes_no_mask(
-    atlas: Atlas, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+    atlas, runs: Path, tmp_path, monkeypatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_tensors(tmp_path / "OTHER", {"w": torch.ones(3, dtype=torch.bool)})

@@ -1,10 +1,9 @@
 """The help pages: as wide as the terminal, each line as full as words allow, nothing of the sources' own lines."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -14,7 +13,6 @@ from atlas_fl.config import settings
 from atlas_fl.config.settings import Positional
 from atlas_fl.config.values import Mark
 
-Atlas = Callable[..., Any]
 WIDTHS = ["64", "80", "100", "140"]
 
 
@@ -38,7 +36,7 @@ class Toy:
     """Whether not."""
 
 
-def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_by_hand(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert help_page(Toy, command="atlas toy").splitlines() == [
         "usage: atlas toy [OPTIONS] PLACE",
@@ -66,7 +64,7 @@ def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("words", [(), ("run", "--help", "all"), *((name, "--help") for name in COMMANDS)])
 def test_no_line_is_longer_than_the_terminal_or_ends_early(
-    words: tuple[str, ...], columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], columns: str, atlas, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     width = min(int(columns), WIDEST)
@@ -77,7 +75,6 @@ def test_no_line_is_longer_than_the_terminal_or_ends_early(
         if line and below and goes_on:
             # a hint and what stands in backquotes are not broken
             first = re.match(r"\s*(\(?default:( [^ )]+){1,2}\)|\(?`[^`]*`\S*|\S+)", below)
-            assert first is not None
             assert len(line) + 1 + len(first[1]) > width, line
 
 
@@ -88,9 +85,7 @@ def column(line: str) -> int:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_whole_page_of_run_holds_every_setting_and_its_help(
-    columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_page_of_run_holds_every_setting_and_its_help(columns: str, atlas, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     page = atlas("run", "--help", "all").out
     text = " ".join(page.split())
@@ -100,7 +95,7 @@ def test_the_whole_page_of_run_holds_every_setting_and_its_help(
         assert setting.help in text
 
 
-def test_the_page_of_run_holds_the_common_settings_and_says_where_the_others_are(atlas: Atlas) -> None:
+def test_the_page_of_run_holds_the_common_settings_and_says_where_the_others_are(atlas) -> None:
     page = atlas("run", "--help").out
     shown = {
         name
@@ -112,12 +107,10 @@ def test_the_page_of_run_holds_the_common_settings_and_says_where_the_others_are
     assert page.splitlines()[-1].startswith(f"`atlas run --help all` shows all {len(settings())} settings")
 
 
-def test_choices_and_what_is_missing_are_told(atlas: Atlas) -> None:
+def test_choices_and_what_is_missing_are_told(atlas) -> None:
     text = " ".join(atlas("run", "--help").out.split())
     assert "Parts of a client's model that leave it. (A, B or head; default: A B head)" in text
     assert "--max-rounds INT Stop after this many rounds of this session; `atlas resume` goes on. --" in text
     assert atlas("export", "--help").out.startswith("usage: atlas export --client TEXT --to TEXT [OPTIONS] RUN\n")
     assert atlas("fetch", "--help").out.startswith("usage: atlas fetch [OPTIONS] [WHAT]\n")
     assert atlas("audit", "--help").out.startswith("usage: atlas audit [OPTIONS] RUN [OTHER ...]\n")
-    assert atlas("export", "run").err == "atlas: missing: --client TEXT, --to TEXT; see `atlas export --help`\n"
-    assert atlas("resume").err == "atlas: missing: RUN; see `atlas resume --help`\n"

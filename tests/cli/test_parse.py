@@ -15,8 +15,7 @@ from atlas_fl.errors import ConfigError
 
 
 def options_of(words: Sequence[str]) -> RunOptions:
-    groups = split(words)
-    return parse(RunOptions, groups, command="atlas run")
+    return parse(RunOptions, split(words), command="atlas run")
 
 
 def config_of(*words: str) -> Config:
@@ -34,25 +33,16 @@ def test_every_setting_is_a_flag_that_reads_its_own_default() -> None:
     for name, setting in settings().items():
         value = value_of(base, name)
         spelled = to_words(value)
-        words += (
-            [setting.flag if value else f"--no-{setting.flag[2:]}"]
-            if setting.kind is bool
-            else [setting.flag, *spelled]
-        )
+        is_off = setting.kind is bool and not value
+        words += [f"--no-{setting.flag[2:]}"] if is_off else [setting.flag, *(() if setting.kind is bool else spelled)]
     assert config_of(*words) == base
 
 
 def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
     words = ["--strategy", "atlas_laplacian", "--eta", "0.5", "--share", "A", "B", "--k-range", "3", "4"]
     words += ["--max-length", "64", "--tasks", "movie", "sms"]
-    texts = {
-        "strategy": "atlas_laplacian",
-        "eta": "0.5",
-        "share": "A+B",
-        "k_range": "3+4",
-        "max_length": "64",
-        "tasks": "movie+sms",
-    }
+    texts = {"strategy": "atlas_laplacian", "eta": "0.5", "share": "A+B", "k_range": "3+4"}
+    texts |= {"max_length": "64", "tasks": "movie+sms"}
     assert config_of(*words) == with_values(Config(), texts)
 
 
@@ -84,10 +74,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
     [
         (["--etta", "1"], r"unknown flag '--etta'; did you mean '--eta'\? see `atlas run --help`"),
         (["-e", "1"], r"unknown flag '-e'; see `atlas run --help`$"),
-        (
-            ["--eta", "much"],
-            r"^--eta: 'much' is not a number; see `atlas run --help`$",
-        ),
+        (["--eta", "much"], r"^--eta: 'much' is not a number; see `atlas run --help`$"),
         (["--rounds", "1.5"], r"--rounds: '1.5' is not a whole number;"),
         (["--share", "A", "C"], r"--share: 'C' is not one of A, B, head;"),
         (["--k-range", "2", "x"], r"--k-range: 'x' is not a whole number;"),
@@ -99,15 +86,12 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         ),
         (["--tune", "eight"], r"^--tune: 'eight' is not one of whole, lora; see `atlas run --help`$"),
         (["--accelerator", "gpu"], r"^--accelerator: 'gpu' is not one of auto, cpu, cuda; see"),
-        (
-            ["--num-clients", "3"],
-            r"^unknown flag '--num-clients'; clients are counted by task: --clients-per-task N; see",
-        ),
+        (["--num-clients", "3"], r"^unknown flag '--num-clients'; clients are counted by task: --clients-per-task N;"),
         (["--epochs", "3"], r"in a round are --local-epochs N, rounds of the whole run --rounds N; see"),
         (["--learning_rate=1"], r"^unknown flag '--learning-rate'; write --lr; see `atlas run --help`$"),
         (
             ["--plugin", "own.py", "--q", "2"],
-            r"^unknown flag '--q'; a setting of a plug-in's method is --knob q=VALUE; see",
+            r"^unknown flag '--q'; a setting of a plug-in's method is --knob q=VALUE;",
         ),
         (["--gpu"], r"^unknown flag '--gpu'; a GPU trains with --accelerator cuda; see"),
         (["--rounds"], r"^--rounds lacks a value; allowed: a whole number; see `atlas run --help`$"),
@@ -118,7 +102,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--audit", "smoke"], r"^unexpected words: smoke; did you mean --preset smoke\? see"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(words: list[str], message: str, capsys) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         options_of(words)
     assert not set("\n│╭╰─") & set(str(caught.value))
@@ -144,20 +128,15 @@ def test_known_flags_are_those_of_the_page() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> None:
-    command = "import sys; from atlas_fl.cli.main import main; sys.exit(main(['run', '--eta', 'much']))"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-    )
+    command = [sys.executable, "-m", "atlas_fl", "run", "--eta", "much"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
     assert done.stderr == "atlas: --eta: 'much' is not a number; see `atlas run --help`\n"
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "300"])
-def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     mask = "none, least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random"
     with pytest.raises(ConfigError, match=f"^--mask: 'mots_sensitive' is not one of {mask}; did you mean 'most_sensi"):

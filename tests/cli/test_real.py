@@ -1,9 +1,6 @@
 """The commands end to end on the embedded model and data: a tiny run is trained once, and everything looks at it."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,14 +8,12 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import load_config
 from atlas_fl.storage.run_folder import RunFolder
 
-Atlas = Callable[..., Any]
-
 TINY = ["--preset", "smoke", "--samples", "8", "--validation-samples", "4", "--test-samples", "4", "--batch-size", "4"]
 TINY += ["--fingerprint-steps", "1"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def run(tmp_path_factory) -> RunFolder:
     """A run of two rounds, stopped after the first and resumed."""
     runs = tmp_path_factory.mktemp("runs")
     assert main(["run", *TINY, "--audit", "--name", "tiny", "--runs-dir", str(runs), "--max-rounds", "1"]) == 0
@@ -27,14 +22,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return RunFolder(runs / "tiny")
 
 
-def test_the_run_is_complete_and_its_config_repeats_it(run: RunFolder) -> None:
+def test_the_run_is_complete_and_its_config_repeats_it(run) -> None:
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     config = load_config(run.config)
     assert summary["run"]["rounds"] == 2
     assert (config.data.samples, config.run.preset, config.run.audit) == (8, "smoke", True)
 
 
-def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+def test_the_audit_passes_and_an_altered_file_fails_it(run, atlas, tmp_path) -> None:
     said = atlas("audit", str(run.path))
     assert (said.code, said.err) == (0, "")
     assert "audit passed" in said.out
@@ -52,7 +47,7 @@ def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: At
     assert "record.json: it is not what was written" in said.out
 
 
-def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) -> None:
+def test_a_newcomer_is_placed_beside_the_clusters(run, atlas) -> None:
     said = atlas("place", str(run.path), "--task", "sms", "--samples", "8")
     assert (said.code, said.err) == (0, "")
     assert "sms-0 is undecided" in said.out
@@ -60,14 +55,14 @@ def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) 
 
 
 @pytest.mark.parametrize("client", ["3"])
-def test_a_client_is_exported_by_name_or_number(client: str, run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+def test_a_client_is_exported_by_name_or_number(client: str, run, atlas, tmp_path) -> None:
     said = atlas("export", str(run.path), "--client", client, "--to", str(tmp_path / "adapter"))
     assert (said.code, said.err) == (0, "")
     exported = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert exported == (run.adapter("trec-1") / "adapter_model.safetensors").read_bytes()
 
 
-def test_nothing_is_exported_among_other_files(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+def test_nothing_is_exported_among_other_files(run, atlas, tmp_path) -> None:
     (tmp_path / "mine.txt").touch()
     said = atlas("export", str(run.path), "--client", "0", "--to", str(tmp_path))
     assert said.code == 2
@@ -75,13 +70,13 @@ def test_nothing_is_exported_among_other_files(run: RunFolder, atlas: Atlas, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_an_unknown_client_has_its_nearest(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+def test_an_unknown_client_has_its_nearest(run, atlas, tmp_path) -> None:
     said = atlas("export", str(run.path), "--client", "trec-9", "--to", str(tmp_path / "adapter"))
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith("atlas: unknown client 'trec-9'; did you mean 'trec-")
 
 
-def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: Atlas) -> None:
+def test_the_same_run_is_refused_and_with_resume_shown(run, atlas) -> None:
     words = ["run", *TINY, "--audit", "--name", "tiny", "--runs-dir", str(run.path.parent)]
     refused = atlas(*words)
     assert refused.code == 2
@@ -92,7 +87,7 @@ def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: At
     assert "was begun with alpha = None, not 0.25" in other.err
 
 
-def test_the_plan_trains_nothing(atlas: Atlas, tmp_path: Path) -> None:
+def test_the_plan_trains_nothing(atlas, tmp_path) -> None:
     said = atlas("plan", *TINY, "--runs-dir", str(tmp_path / "runs"), "--to", str(tmp_path / "plan.json"))
     assert said.code == 0
     assert "movie-0" in said.out

@@ -13,7 +13,7 @@ def base(*words: str) -> Config:
     return base_config(split(words))
 
 
-def test_a_file_stands_on_the_preset_that_it_names_or_on_that_of_the_flag(tmp_path: Path) -> None:
+def test_a_file_stands_on_the_preset_that_it_names_or_on_that_of_the_flag(tmp_path) -> None:
     assert base() == Config()
     assert base("--preset", "full", "--eta", "1") == find_preset("full")
     path = tmp_path / "own.toml"
@@ -29,7 +29,7 @@ def test_a_file_stands_on_the_preset_that_it_names_or_on_that_of_the_flag(tmp_pa
         base("--config", str(path), "--preset", "full")
 
 
-def test_a_file_that_a_command_has_not_written_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_that_a_command_has_not_written_is_not_written_over(tmp_path) -> None:
     def is_plan(path: Path) -> bool:
         return holds_json(path, keys=("clients", "data"))
 

@@ -22,9 +22,7 @@ def shown(things: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_outcome_says_all_of_the_summary(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_outcome_says_all_of_the_summary(capsys, monkeypatch) -> None:
     lines = shown(outcome(Path("runs/x"), SUMMARY, complete=True), capsys, monkeypatch)
     text = "\n".join(" ".join(line) for line in lines)
     assert "movie 1 0.500 0.750" in text
@@ -32,16 +30,7 @@ def test_the_outcome_says_all_of_the_summary(
     assert text.endswith("refused: trec-0 in round 2: NaN in [head]\nrun folder: runs/x")
 
 
-def test_an_unfinished_run_says_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = shown(outcome(Path("runs/x"), SUMMARY, complete=False), capsys, monkeypatch)
-    assert " ".join(lines[-1]) == "not complete yet; go on with: atlas resume runs/x"
-
-
-def test_the_audit_shows_rounds_and_the_first_failures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_audit_shows_rounds_and_the_first_failures(capsys, monkeypatch) -> None:
     good = AuditRow(run="a", round=1, client="movie-0", check="mixed", error=5.6e-8)
     failure = AuditRow(run="a", round=2, client="movie-0", check="mixed", detail="off by 0.5")
     rounds = {("a", 1): [good] * 9, ("a", 2): [failure, *[good._replace(error=None)] * 8]}
@@ -53,9 +42,7 @@ def test_the_audit_shows_rounds_and_the_first_failures(
     assert lines[-1] == ["and", "3", "more"]
 
 
-def test_what_concerns_all_rounds_of_a_run_is_in_no_round(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_concerns_all_rounds_of_a_run_is_in_no_round(capsys, monkeypatch) -> None:
     failure = AuditRow(run="a", round=0, client="", check="different", detail="ends as b does")
     lines = shown([audit_table({("a", 0): [failure]}), *failure_lines([failure])], capsys, monkeypatch)
     assert ["a", "all", "1", "1", "-"] in lines

@@ -1,7 +1,6 @@
 """1,000 random configs, from files and from Python: each is valid or one line of an AtlasError, never anything else."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def outcome(make: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_random_files(tmp_path: Path) -> None:
+def test_random_files(tmp_path) -> None:
     draw, path = random.Random(1), tmp_path / "random.toml"
     valid = 0
     for _ in range(500):
@@ -76,7 +75,7 @@ def test_random_values_from_python() -> None:
 
 
 @pytest.mark.parametrize("junk", ["\x00", "[[", "a.b.c = {", "\ufeff[run]\nseed=1", "= 1", "[run]\nseed = 1\nseed = 2"])
-def test_files_that_are_no_toml(junk: str, tmp_path: Path) -> None:
+def test_files_that_are_no_toml(junk: str, tmp_path) -> None:
     path = tmp_path / "junk.toml"
     path.write_text(junk, encoding="utf-8")
     assert not outcome(lambda: load_config(path))

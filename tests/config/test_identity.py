@@ -8,20 +8,9 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.config.values import Mark
 
 SESSION = {one.name for one in settings().values() if Mark.SESSION in one.marks}
-CHANGED = {
-    "runs_dir": "elsewhere",
-    "name": "mine",
-    "max_rounds": "1",
-    "keep_checkpoints": "9",
-    "keep_best": "3",
-    "checkpoint_every": "3",
-    "audit": "true",
-    "engine": "ray",
-    "workers": "2",
-    "prefix_cache_gb": "0",
-    "prefix_disk_gb": "0",
-    "secrets": "of-sites",
-}
+CHANGED = {"runs_dir": "elsewhere", "name": "mine", "audit": "true", "engine": "ray", "secrets": "of-sites"}
+CHANGED |= {"max_rounds": "1", "keep_checkpoints": "9", "keep_best": "3", "checkpoint_every": "3"}
+CHANGED |= {"workers": "2", "prefix_cache_gb": "0", "prefix_disk_gb": "0"}
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
@@ -58,9 +47,9 @@ def test_equal_configs_have_equal_hashes() -> None:
     whole, real = Config(data=DataConfig(dirichlet_alpha=1)), Config(data=DataConfig(dirichlet_alpha=1.0))
     assert whole == real
     assert config_hash(whole) == config_hash(real)
-    cuts = [with_values(Config(), {"rating_cuts": values}) for values in ([-1, 0, 1], [-1.0, -0.0, 1.0])]
-    assert cuts[0] == cuts[1]
-    assert config_hash(cuts[0]) == config_hash(cuts[1])
+    first, second = (with_values(Config(), {"rating_cuts": values}) for values in ([-1, 0, 1], [-1.0, -0.0, 1.0]))
+    assert first == second
+    assert config_hash(first) == config_hash(second)
     assert config_hash(with_values(Config(), {"eta": "-0.0"})) == config_hash(with_values(Config(), {"eta": "0"}))
 
 

@@ -22,6 +22,11 @@ def config_of(method: str, **values: Any) -> Config:
     return with_values(Config(), {"strategy": method, "ranks": ranks, **values})
 
 
+def typed(line: str) -> Config:
+    """The config that these words of a command line give."""
+    return validate(parse(RunOptions, split(line.split()), command="atlas run").settings)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_writes_its_settings_into_the_config_and_no_second_time(method: str) -> None:
     config = validate(config_of(method))
@@ -43,23 +48,15 @@ def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: st
     except ConfigError as error:
         assert "\n" not in str(error) and REMEDY.search(str(error)), error
         # its two rounds are no more than the last ones that these fine-tune in
-        assert (
-            preset != "smoke" or "ranks" in METHODS[method].settings or "personal_rounds" in METHODS[method].suggested
-        )
+        its_own = {*METHODS[method].settings, *METHODS[method].suggested}
+        assert preset != "smoke" or its_own & {"ranks", "personal_rounds"}
         return
     assert rule_of(config) == METHODS[method].rule and validate(config) is config
 
 
-def test_a_setting_that_contradicts_the_method_is_refused() -> None:
-    message = "--share is B head, and --strategy fedsa is --share A; set --share A, or take another"
-    with pytest.raises(ConfigError, match=message):
-        validate(config_of("fedsa", share="B+head"))
-
-
 def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_line() -> None:
-    groups = split(["--strategy", "fedit", "--ranks", "8", "--space", "product"])
     with pytest.raises(ConfigError, match="--space is product, and --strategy fedit is --space factors"):
-        parse(RunOptions, groups, command="atlas run")
+        typed("--strategy fedit --ranks 8 --space product")
 
 
 @pytest.mark.parametrize(
@@ -71,13 +68,9 @@ def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_l
     ],
 )
 def test_the_remedy_of_a_contradiction_works(others: str, wrong: str, right: str) -> None:
-    def read(line: str) -> Config:
-        groups = split(line.split())
-        return validate(parse(RunOptions, groups, command="atlas run").settings)
-
     with pytest.raises(ConfigError, match=f"; set {right}, or take another strategy$"):
-        read(f"{others} {wrong}")
-    assert read(f"{others} {right}").mixing.strategy in METHODS
+        typed(f"{others} {wrong}")
+    assert typed(f"{others} {right}").mixing.strategy in METHODS
 
 
 def test_a_cut_that_the_method_makes_is_not_to_be_left_out() -> None:
@@ -94,12 +87,12 @@ def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:
 
 def test_a_knob_that_switches_the_method_off_is_refused_and_not_replaced() -> None:
     message = "--proximal-mu 0 switches off what --strategy fedprox adds to fedavg; take --strategy fedavg, or another"
-    groups = split(["--strategy", "fedprox", "--proximal-mu", "0"])
     with pytest.raises(ConfigError, match=message):
-        parse(RunOptions, groups, command="atlas run")
+        typed("--strategy fedprox --proximal-mu 0")
+    base = with_values(Config(), {"strategy": "fedprox"})
     with pytest.raises(ConfigError, match=message):
-        grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0", "0.1")}, seeds=(1,))
-    points = grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0.1", "1")}, seeds=(1,))
+        grid(base, over={"proximal_mu": ("0", "0.1")}, seeds=(1,))
+    points = grid(base, over={"proximal_mu": ("0.1", "1")}, seeds=(1,))
     assert [point.config.training.proximal_mu for point in points] == [0.1, 1.0]
 
 
@@ -112,46 +105,12 @@ def test_a_proximal_weight_of_zero_trains_as_fedavg_does() -> None:
     assert server[0] == server[1]
 
 
-def test_a_method_of_equal_ranks_refuses_ranks_by_device() -> None:
-    with pytest.raises(ConfigError, match="--strategy fedit averages factors of one rank, and --ranks budget may"):
-        validate(with_values(Config(), {"strategy": "fedit"}))
-
-
 def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_settings_over() -> None:
     base = validate(config_of("ffa"))
     points = grid(base, over={"strategy": ("fedavg", "fedit")}, seeds=(1,))
     assert [value_of(point.config, "share") for point in points] == [("A", "B", "head")] * 2
     assert [value_of(point.config, "trained_parts") for point in points] == ["all", "all"]
     assert without_method_settings(Config()) == with_method_settings(Config()) == Config()
-
-
-PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
-MULTITASK = {"strategy": "multitask", "ranks": "8"}
-FEDPAC = {"strategy": "fedpac"}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"centralized": True, "arrive": ("trec-1=3",)}, "--arrive trec-1=3 comes later, and --centralized has no"),
-        ({"personal_rounds": 12}, "--personal-rounds 12 leaves no round of --rounds 12 whose models are mixed; raise"),
-        ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
-        ({"trained_parts": "B"}, "--trained-parts B leaves A as drawn, and --space product would change it"),
-        ({"strategy": "local", "multitask": True}, "one adapter on the examples of all clients in one place; take"),
-        (MULTITASK | {"ranks": "budget"}, "--multitask trains one adapter, and --ranks budget may give tasks differ"),
-        (MULTITASK | {"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take anot"),
-        ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
-        (PERSONAL | {"split": "2"}, "--split 2 do not go together so far; leave --split 2 out, or take another"),
-        (PERSONAL | {"workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
-        (FEDPAC | {"tasks": "movie+movie_ratings"}, r"and there is movie \(classes\), movie_ratings \(regression\)"),
-        (FEDPAC | {"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that"),
-        (FEDPAC | {"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
-        (FEDPAC | {"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
-    ],
-)
-def test_what_methods_do_not_go_with(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(with_values(Config(), values))
 
 
 def test_ratings_that_clients_cut_into_classes_have_class_features() -> None:

@@ -7,23 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig, load_config, settings, to_toml
+from atlas_fl.config.files import MOST_BYTES
 from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import ConfigError
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "own.toml"
+def written(folder: Path, text: str, name: str = "own.toml") -> Path:
+    path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_what_is_written_is_read_back_equal(preset: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_equal(preset: str, tmp_path) -> None:
     config = find_preset(preset)
     assert load_config(written(tmp_path, to_toml(config))) == config
 
 
-def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
+def test_a_written_file_needs_no_base(tmp_path) -> None:
     """A setting without a value is in the file too, so it wins over a base in which it has one."""
     config = Config(run=RunConfig(preset="full"))
     base = replace(find_preset("full"), data=replace(find_preset("full").data, max_length=64, data_dir="elsewhere"))
@@ -38,14 +39,12 @@ def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
     seed=st.integers(-(2**62), 2**62),
 )
 def test_any_value_survives_the_file(
-    tmp_path_factory: pytest.TempPathFactory, lr: float | None, name: str, tasks: list[str], seed: int
+    tmp_path_factory, lr: float | None, name: str, tasks: list[str], seed: int
 ) -> None:
     config = Config(
         training=TrainingConfig(lr=lr), run=RunConfig(name=name, seed=seed), data=DataConfig(tasks=tuple(tasks))
     )
-    path = tmp_path_factory.getbasetemp() / "any.toml"
-    path.write_text(to_toml(config), encoding="utf-8")
-    assert load_config(path) == config
+    assert load_config(written(tmp_path_factory.getbasetemp(), to_toml(config))) == config
 
 
 def test_the_file_is_grouped_and_every_setting_is_explained() -> None:
@@ -59,7 +58,7 @@ def test_the_file_is_grouped_and_every_setting_is_explained() -> None:
         assert lines[at - 1].startswith(f"# {setting.help}")
 
 
-def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_partial_file_changes_what_it_names(tmp_path) -> None:
     path = written(tmp_path, '[ranks]\nranks = 8\n\n[training]\nlr = 1\nrounds = 3\n[data]\nmax_length = "none"\n')
     config = load_config(path)
     assert (config.ranks.ranks, config.training.lr, config.training.rounds) == ("8", 1.0, 3)
@@ -90,20 +89,39 @@ def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
         ("a = " + "[" * 3000, r"own.toml is no TOML \("),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(written(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
-def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"belongs to \[mixing\]; another version of ATLAS wrote this run; run it again"
-    ):
+def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"to \[mixing\]; another version of ATLAS wrote this run; run it again"):
         load_config(written(tmp_path, "[data]\neta = 1\n"), within=tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + ".".join("a" * 125_000) + "]\n",
+        ".".join("a" * 125_000) + " = 1\n",
+        '"a".' * 9 + "b = 1\n",
+        "a" * 250_000 + " = 1\n",
+        "# " + "x" * MOST_BYTES + "\n",
+    ],
+)
+def test_long_keys_and_files_are_refused_at_once(text: str, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="allowed: 262,144 bytes, keys of 100 characters and 8 parts"):
+        load_config(written(tmp_path, text))
+
+
+def test_texts_and_comments_are_no_keys(tmp_path) -> None:
+    name = "a.b.c.d.e.f.g.h.i.j.k" * 20
+    text = to_toml(Config()).replace('runs_dir = "runs"', f"runs_dir = '{name}'  # {name}")
+    assert load_config(written(tmp_path, text)).run.runs_dir == name
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.toml \(No such file or directory\)"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"cannot read .* \(Is a directory\)"):

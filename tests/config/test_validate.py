@@ -1,4 +1,3 @@
-from dataclasses import replace
 from typing import Any, Literal, get_origin
 
 import pytest
@@ -27,6 +26,12 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
     value: Any = (number, number) if name in ("k_range", "candidates") else number
     with pytest.raises(ConfigError, match=settings()[name].flag + " is "):
         validate(replace_settings({name: value}, base=Config()))
+
+
+PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
+MULTITASK = {"strategy": "multitask", "ranks": "8"}
+FEDPAC = {"strategy": "fedpac"}
+FEDSA = {"strategy": "fedsa", "ranks": "8"}
 
 
 @pytest.mark.parametrize(
@@ -71,10 +76,7 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"split": "half"}, "--split is 'half'; allowed: none, auto, a number of blocks from 1, or name=word with"),
         ({"split": "0"}, "--split is '0'; allowed: none, auto, a number"),
         ({"split": "cpu_2gb=2,cpu_2gb=3"}, "--split is 'cpu_2gb=2,cpu_2gb=3'; allowed: .* each name once"),
-        (
-            {"split": "cpu_2gb=2,3"},
-            "--split is 'cpu_2gb=2,3'; allowed: none, auto, a number of blocks from 1, or name=word",
-        ),
+        ({"split": "cpu_2gb=2,3"}, "--split is 'cpu_2gb=2,3'; allowed: none, auto, a number of blocks from 1, or name"),
         ({"split": "cpu_2gb=all"}, "--split is 'cpu_2gb=all'; allowed: none, auto, a number"),
         ({"split": "cpu_2g=2"}, r"unknown name in --split 'cpu_2g'; did you mean 'cpu_2gb'\?"),
         ({"split": "smartphone=2"}, "unknown name in --split 'smartphone'; known: cpu_2gb, gpu_16gb, laptop_8gb"),
@@ -84,6 +86,41 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"adapted_blocks": 1.5}, "--adapted-blocks is 1.5; allowed: "),
         ({"adapted_blocks": 2, "trainable": "full"}, "--adapted-blocks is for adapters, and these tasks train whole"),
         ({"preset": "Ä"}, "--preset is 'Ä'; allowed: a name of small letters"),
+        ({"clients_per_task": 10**15}, "is 1000000000000000; allowed: at least 1, at most 1000000"),
+        ({"sketch_dim": 10**9}, "--sketch-dim is 1000000000; allowed: at least 2, at most 1000000"),
+        ({"lr": 1e300}, r"--lr is 1e\+300; allowed: above 0, at most 1e\+15"),
+        ({"lr": -1.0}, r"--lr is -1.0; allowed: above 0"),
+        ({"name": "n" * 201}, "allowed: the name of a folder of at most 200 bytes"),
+        # of federations
+        ({"own_share": 0.5}, "--own-share 0.5 mixes the sources of one task; set --one-task"),
+        ({"client_sizes": (50,), "partition": "quantity"}, "--client-sizes and --partition quantity both say how much"),
+        ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
+        ({"rating_cuts": (0.0,)}, "--rating-cuts needs tasks of values, such as movie_ratings, and 'movie' has none"),
+        ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
+        # of methods
+        ({"strategy": "fedit"}, "--strategy fedit averages factors of one rank, and --ranks budget may"),
+        ({"centralized": True, "arrive": ("trec-1=3",)}, "--arrive trec-1=3 comes later, and --centralized has no"),
+        ({"personal_rounds": 12}, "--personal-rounds 12 leaves no round of --rounds 12 whose models are mixed; raise"),
+        ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
+        ({"trained_parts": "B"}, "--trained-parts B leaves A as drawn, and --space product would change it"),
+        ({"strategy": "local", "multitask": True}, "one adapter on the examples of all clients in one place; take"),
+        ({"strategy": "multitask"}, "--multitask trains one adapter, and --ranks budget may give tasks differ"),
+        (MULTITASK | {"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take anot"),
+        ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
+        (PERSONAL | {"split": "2"}, "--split 2 do not go together so far; leave --split 2 out, or take another"),
+        (PERSONAL | {"workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
+        (FEDPAC | {"tasks": ("movie", "movie_ratings")}, r"there is movie \(classes\), movie_ratings \(regression\)"),
+        ({"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that"),
+        (FEDPAC | {"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
+        (FEDPAC | {"share": ("A", "B")}, "--share is A B, and --strategy fedpac is --share A B head"),
+        (FEDSA | {"share": ("B", "head")}, "--share is B head, and --strategy fedsa is --share A; set --share A, or"),
+        # each form of values in the table of contradictions
+        ({"patience": 3, "personal_rounds": 2}, "^--patience 3 ends a run before .*, which --personal-rounds 2 are;"),
+        ({"second_model": "stacked", "second_weight": 1.5}, "^--second-weight 1.5 is a share with --second-model"),
+        ({"carry_momentum": True, "participation": 0.5}, "^--carry-momentum keeps .* with --participation 0.5 that is"),
+        ({"carry_momentum": True, "workers": 2}, "^--carry-momentum keeps what clients did in one process"),
+        ({"share": ("head",), "mask_file": "x"}, "^a mask freezes the head, and --share head shares nothing else;"),
+        ({"attack": "noise"}, "^--attack noise needs --attackers: clients by name, or how many; set it"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_is_allowed(values: dict[str, Any], message: str) -> None:
@@ -100,6 +137,7 @@ def test_what_is_wrong_is_said_with_what_is_allowed(values: dict[str, Any], mess
         {"ranks": "16"},
         {"strategy": "standard_fl"},
         {"clusters": "9"},
+        {"clusters": "10", "clients_per_task": "4"},
         {"model": "someone/some-model"},
         {"eta": "1"},
         {"eta": "0"},
@@ -112,34 +150,9 @@ def test_what_is_allowed_passes(values: dict[str, str]) -> None:
     validate(with_values(Config(), values))
 
 
-def test_own_tasks_count_as_clients_too() -> None:
-    config = with_values(Config(), {"clusters": "10"})
-    with pytest.raises(ConfigError, match="from 1 to 9, the number of clients"):
-        validate(config)
-    more = replace(config, data=replace(config.data, clients_per_task=4))
-    assert validate(more) is more
-
-
 def test_fp16_on_the_cpu_is_one_line_that_names_the_other_precisions() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--precision fp16 needs a GPU with CUDA.*take --precision bf16 or fp32"
-    ) as one:
+    with pytest.raises(ConfigError, match=r"--precision fp16 needs a GPU with CUDA.*take --precision bf16 or") as one:
         validate(with_values(Config(), {"precision": "fp16"}))
     assert "\n" not in str(one.value)
     assert validate(with_values(Config(), {"precision": "bf16"}))
     assert validate(with_values(Config(), {"precision": "fp16", "accelerator": "cuda"}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("clients_per_task", 10**15, "--clients-per-task is 1000000000000000; allowed: at least 1, at most 1000000"),
-        ("sketch_dim", 10**9, "--sketch-dim is 1000000000; allowed: at least 2, at most 1000000"),
-        ("lr", 1e300, r"--lr is 1e\+300; allowed: above 0, at most 1e\+15"),
-        ("lr", -1.0, r"--lr is -1.0; allowed: above 0"),
-        ("name", "n" * 201, "allowed: the name of a folder of at most 200 bytes"),
-    ],
-)
-def test_what_is_too_large_is_told_its_bound(name: str, value: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        validate(replace_settings({name: value}, base=Config()))

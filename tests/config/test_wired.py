@@ -45,13 +45,9 @@ def readings(module: ast.Module) -> Iterator[tuple[str, str]]:
     """(group, attribute) wherever a module reads an attribute of a group, or of what it calls a group."""
     nodes = list(ast.walk(module))
     names = {(group, group) for group in group_classes()}
-    names |= {
-        (node.arg, group)
-        for node in nodes
-        if isinstance(node, ast.arg) and node.annotation is not None
-        for group, cls in group_classes().items()
-        if ast.unparse(node.annotation) == cls.__name__
-    }
+    group_of = {cls.__name__: group for group, cls in group_classes().items()}
+    annotated = [node for node in nodes if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name)]
+    names |= {(node.arg, group_of[node.annotation.id]) for node in annotated if node.annotation.id in group_of}
     names |= {
         (name.id, value.attr)
         for node in nodes

@@ -212,13 +212,13 @@ def write_run(path: Path, scene: Scenario) -> Path:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
+def make_run(tmp_path) -> Callable[..., Path]:
     """Writes the folder of an invented run: `make_run("name", rounds=3, refused=True)`."""
     return lambda name="run", **changes: write_run(tmp_path / name, Scenario(**changes))
 
 
 @pytest.fixture(autouse=True)
-def _few_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_draws(request, monkeypatch) -> None:
     """Fewer draws of the bootstrap, of which tests/report/test_statistics.py has all."""
     if request.path.name != "test_statistics.py":
         monkeypatch.setattr(statistics, "RESAMPLES", 2_000)
@@ -231,7 +231,7 @@ GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 
 
 @pytest.fixture
-def make_federation(make_run: Callable[..., Path]) -> Callable[..., None]:
+def make_federation(make_run) -> Callable[..., None]:
     """Writes runs of a federation: a run of every method for every seed."""
 
     def make(

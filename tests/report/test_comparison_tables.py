@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from atlas_fl.report.comparison_tables import (
-    method_tables,
-    page_tables,
-    pair_tables,
-    statistics_files,
-    task_table,
-)
+from atlas_fl.report.comparison_tables import method_tables, page_tables, pair_tables, statistics_files, task_table
 from atlas_fl.report.federation_results import FederationResults
 from atlas_fl.report.finished_runs import RunScores
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
@@ -51,14 +45,7 @@ def comparison() -> MethodComparison:
 
 def page(comparison: MethodComparison) -> str:
     result = FederationResults(
-        title="null",
-        words="",
-        changed={},
-        own_settings={},
-        tuned={},
-        comparison=comparison,
-        seeds={},
-        in_one_place={},
+        title="null", words="", changed={}, own_settings={}, tuned={}, comparison=comparison, seeds={}, in_one_place={}
     )
     return write_page([result], num_runs=16, control=comparison.control)
 
@@ -102,9 +89,7 @@ def changed(record: Any, path: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("path", list(leaves(MethodRow)), ids=".".join)
-def test_every_field_of_a_method_is_in_every_file(
-    comparison: MethodComparison, form: str, path: tuple[str, ...]
-) -> None:
+def test_every_field_of_a_method_is_in_every_file(comparison, form: str, path: tuple[str, ...]) -> None:
     row = changed(comparison.rows["fedavg_cluster"], path)
     other = replace(comparison, rows={**comparison.rows, "fedavg_cluster": row})
     is_left_out = form == "page" and path == ("tasks",)
@@ -113,19 +98,18 @@ def test_every_field_of_a_method_is_in_every_file(
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("path", list(leaves(PairedComparison)), ids=".".join)
-def test_every_field_of_a_pair_is_in_every_file(comparison: MethodComparison, form: str, path: tuple[str, ...]) -> None:
+def test_every_field_of_a_pair_is_in_every_file(comparison, form: str, path: tuple[str, ...]) -> None:
     pair = replace(comparison.pairs["fedavg"], adjusted_p=0.5, seeds_needed=40)
     base = replace(comparison, pairs={**comparison.pairs, "fedavg": pair})
     other = replace(comparison, pairs={**comparison.pairs, "fedavg": changed(pair, path)})
     assert FORMATS[form](other) != FORMATS[form](base)
 
 
-def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) -> None:
+def test_the_files_are_flat_and_in_full_precision(comparison) -> None:
     *_, last = csv.DictReader(read_csv(comparison, "methods").splitlines())
     local, *_ = csv.DictReader(read_csv(comparison, "pairs").splitlines())
     row, pair = comparison.rows["fedper"], comparison.pairs["local"]
     assert (last["federation"], last["method"], float(last["mean"])) == ("null, dial 2", "fedper", row.statistics.mean)
-    assert row.statistics.interval is not None
     assert tuple(map(float, last["interval"].split())) == row.statistics.interval
     assert (last["hurt_by_control"], last["reused_seconds"]) == ("", "2.0")
     assert (local["method"], local["control"], float(local["bayesian_rope"])) == ("local", "fedper", pair.bayesian.rope)
@@ -134,9 +118,7 @@ def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) 
     assert float(last["tasks_a"]) == row.tasks["a"]
 
 
-def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_seed(
-    comparison: MethodComparison,
-) -> None:
+def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_seed(comparison) -> None:
     rows = {"fedavg_cluster_prior" if name == "fedper" else name: row for name, row in comparison.rows.items()}
     runs = {name: [run_of(name, seed) for seed in (1, 2, 3, 4)] for name in rows}
     file = io.StringIO()
@@ -164,7 +146,7 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
     assert "…" not in text
 
 
-def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
+def test_what_is_written_says_the_same(comparison) -> None:
     mean = f"{comparison.rows['local'].statistics.mean:.3f}"
     assert f"| `local` | {mean} ±" in page(comparison)
     mean = f"{comparison.rows['fedavg_cluster'].statistics.mean:.3f}"
@@ -175,7 +157,7 @@ def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
     assert written.count(r"\begin{tabular}") == len(page_tables(comparison)) + 1
 
 
-def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(comparison: MethodComparison) -> None:
+def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(comparison) -> None:
     assert "| 12.0 s | 2.0 s |" in page(comparison)
     rows = {name: replace(row, reused_seconds=None) for name, row in comparison.rows.items()}
     assert "| 10.0 s | - |" in page(replace(comparison, rows=rows))

@@ -27,12 +27,11 @@ def results_of(folder: Path, control: str = "fedavg") -> FederationResults:
 
 
 def rows(result: FederationResults) -> set[str]:
-    assert result.comparison is not None
     return set(result.comparison.rows)
 
 
 @pytest.mark.slow
-def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation: MakeFederation, tmp_path: Path) -> None:
+def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedprox": 0.0})
     make_federation(2, gains={"fedprox": 0.1}, proximal_mu=5.0)
@@ -42,9 +41,7 @@ def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation: 
 
 
 @pytest.mark.slow
-def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedavg": 0.1}, ranks="4")
     with pytest.raises(
@@ -56,7 +53,7 @@ def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(
 
 
 @pytest.mark.slow
-def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation: MakeFederation, tmp_path: Path) -> None:
+def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedprox": 0.1, "ditto": 0.1, "fedlease": 0.0, "fedavg_ft": 0.1})
     result = results_of(tmp_path)
@@ -65,9 +62,7 @@ def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation: Mak
 
 
 @pytest.mark.slow
-def test_a_setting_that_no_method_suggests_stands_above_the_table(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_a_setting_that_no_method_suggests_stands_above_the_table(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedprox": 0.1}, proximal_mu=5.0)
     make_federation(2, gains={"fedavg_ft": 0.1}, personal_rounds=4)
@@ -75,9 +70,7 @@ def test_a_setting_that_no_method_suggests_stands_above_the_table(
 
 
 @pytest.mark.slow
-def test_references_in_one_place_with_other_settings_are_other_lines(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_references_in_one_place_with_other_settings_are_other_lines(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"centralized": 0.0})
     make_federation(2, gains={"centralized": 0.0}, lr=0.05)
@@ -88,16 +81,14 @@ def test_references_in_one_place_with_other_settings_are_other_lines(
 
 
 @pytest.mark.slow
-def test_federations_of_one_preset_have_titles_that_tell_them_apart(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_federations_of_one_preset_have_titles_that_tell_them_apart(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, rounds=5)
     titles = [result.title for result in federation_results(find_finished_runs([tmp_path]), control="fedavg")]
     assert sorted(titles) == ["contradiction, dial 2, lr=0.01", "contradiction, dial 2, lr=0.01 rounds=5"]
 
 
-def test_two_runs_of_one_row_and_seed_are_one_line(make_federation: MakeFederation, tmp_path: Path) -> None:
+def test_two_runs_of_one_row_and_seed_are_one_line(make_federation, tmp_path) -> None:
     make_federation(2, gains={"local": 0.0}, seeds=(1,))
     (run,) = find_finished_runs([tmp_path])
     with pytest.raises(ConfigError, match="local has two runs with seed 1 in contradiction, dial 2, which no setting"):
@@ -119,7 +110,7 @@ SAID = (
 
 
 @pytest.fixture
-def tuned(make_federation: MakeFederation, tmp_path: Path) -> Path:
+def tuned(make_federation, tmp_path) -> Path:
     """The folder of a federation of which one method was tuned."""
     make_federation(2)
     make_federation(2, gains={"ditto": 0.1}, second_weight=0.1)
@@ -140,7 +131,7 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
 
 
 @pytest.mark.slow
-def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) -> None:
+def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned) -> None:
     page = results_page(find_finished_runs([tuned]), control="fedavg")
     assert f"Tuned by validation:\n\n{SAID}\n- no tuning on record: `local`, `fedavg`, `fedper`\n" in page
     assert "no tuning on record;" not in page
@@ -149,20 +140,18 @@ def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) ->
     assert results_page(find_finished_runs([file]), control="fedavg") == page
 
 
-def test_without_a_record_a_page_says_that_there_is_none(make_federation: MakeFederation, tmp_path: Path) -> None:
+def test_without_a_record_a_page_says_that_there_is_none(make_federation, tmp_path) -> None:
     make_federation(2)
     page = results_page(find_finished_runs([tmp_path]), control="fedavg")
     assert "all methods with --lr 0.01; no tuning on record; 4 clients" in page
 
 
-def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:
+def test_some_runs_without_a_record_are_counted(tuned) -> None:
     RunFolder(tuned / "2-ditto-10.1").tuning.unlink()
     assert results_of(tuned).tuned["ditto"].endswith("; 1 of 3 runs have no such record")
 
 
-def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(make_federation, tmp_path) -> None:
     make_federation(2)
     path = tmp_path / "2-fedper-1" / "summary.json"
     summary = json.loads(path.read_text())
@@ -203,9 +192,7 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
         ),
     ],
 )
-def test_a_row_that_says_no_number_is_one_line(
-    column: str, value: str, told: str, make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_a_row_that_says_no_number_is_one_line(column: str, value: str, told: str, make_federation, tmp_path) -> None:
     make_federation(2)
     header, *rows = csv.reader(StringIO(to_csv(find_finished_runs([tmp_path]))))
     rows[0][header.index(column)] = value
@@ -217,9 +204,7 @@ def test_a_row_that_says_no_number_is_one_line(
 
 
 @pytest.mark.parametrize("alter", [lambda line: line.rsplit(",", 1)[0], lambda line: line + ",x"])
-def test_a_row_with_fewer_or_more_cells_is_one_line(
-    alter: Callable[[str], str], make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_a_row_with_fewer_or_more_cells_is_one_line(alter: Callable[[str], str], make_federation, tmp_path) -> None:
     make_federation(2)
     header, first, *rest = to_csv(find_finished_runs([tmp_path])).splitlines()
     file = tmp_path / "rows.csv"
@@ -228,9 +213,7 @@ def test_a_row_with_fewer_or_more_cells_is_one_line(
         find_finished_runs([file])
 
 
-def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(
-    make_federation: MakeFederation, tmp_path: Path
-) -> None:
+def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(make_federation, tmp_path) -> None:
     make_federation(2)
     runs = find_finished_runs([tmp_path])
     (tmp_path / "other").mkdir()
@@ -241,9 +224,7 @@ def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(
             find_finished_runs([tmp_path, place])
 
 
-def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(make_run, tmp_path) -> None:
     for seed in (1, 2):
         for name in ("fedavg", "local"):
             make_run(f"{name}-{seed}", strategy=name, seed=seed, calibration_error=0.25)
@@ -261,7 +242,7 @@ def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e400", "x"])
-def test_a_loss_that_is_none_is_one_line(value: str, make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_loss_that_is_none_is_one_line(value: str, make_run, tmp_path) -> None:
     for name in ("fedavg", "local"):
         make_run(name, strategy=name)
     lines = to_csv(find_finished_runs([tmp_path])).splitlines()
@@ -284,7 +265,7 @@ def test_losses_of_different_kinds_have_no_mean() -> None:
     assert finished_runs._mean_of(clients | {"c": {"final": {"test": other}}}, "final", "loss") is None
 
 
-def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path: Path) -> None:
+def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path) -> None:
     folder = RunFolder(tmp_path)
     fewer = TunedMethod(strategy="ditto", trials=DITTO.trials[2:])
     other = TunedMethod(strategy="ditto", trials=DITTO.trials[:1])
@@ -293,7 +274,7 @@ def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_p
         assert read_tuning(folder) == kept
 
 
-def test_a_record_that_does_not_fit_its_run_is_one_line(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_does_not_fit_its_run_is_one_line(tuned, capsys) -> None:
     write_tuning(RunFolder(tuned / "2-local-1"), TunedMethod(strategy="local", trials=DITTO.trials[1:2]))
     with pytest.raises(
         ConfigError, match=r"2-local-1/tuning\.json says that tuning chose lr 0\.02, second_weight 0\.5"

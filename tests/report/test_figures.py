@@ -48,7 +48,7 @@ def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_
             assert row == {name: "" if value is None else str(value) for name, value in values.items()}
 
 
-def test_drawing_again_gives_the_same_bytes(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_again_gives_the_same_bytes(make_run, monkeypatch) -> None:
     monkeypatch.setattr(figures, "FIGURES", {name: FIGURES[name] for name in ("bytes", "ranks")})
     run = make_run(tasks=1, clients_per_task=1, rounds=1)
     draw_all(run)

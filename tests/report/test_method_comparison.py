@@ -13,12 +13,7 @@ from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.report.finished_runs import read_finished_run
-from atlas_fl.report.method_comparison import (
-    MethodComparison,
-    compare_methods,
-    describe_runs,
-    variance_in_tasks,
-)
+from atlas_fl.report.method_comparison import MethodComparison, compare_methods, describe_runs, variance_in_tasks
 
 Groups = Mapping[str, Sequence[Path]]
 
@@ -36,7 +31,7 @@ def groups(make_run) -> Groups:
 
 
 @pytest.fixture
-def comparison(groups: Groups) -> MethodComparison:
+def comparison(groups) -> MethodComparison:
     return compare_methods(groups)
 
 
@@ -53,7 +48,7 @@ def scores(groups: Groups) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def test_a_method_is_described_as_pandas_does(groups: Groups, comparison: MethodComparison) -> None:
+def test_a_method_is_described_as_pandas_does(groups, comparison) -> None:
     frame = scores(groups)
     wide = frame.pivot(index=["seed", "client"], columns="method", values="score")
     means = frame.groupby(["method", "seed"])["score"].mean()
@@ -69,7 +64,7 @@ def test_a_method_is_described_as_pandas_does(groups: Groups, comparison: Method
     assert comparison.rows["atlas"].tasks == pytest.approx(by_task["atlas"].to_dict())
 
 
-def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups: Groups, comparison: MethodComparison) -> None:
+def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups, comparison) -> None:
     described = describe_runs({name: [read_finished_run(run).scores for run in runs] for name, runs in groups.items()})
     for name, row in described.rows.items():
         assert (row.statistics.hurt, row.hurt_by_control) == (None, None)
@@ -81,14 +76,14 @@ def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups: Groups
         )
 
 
-def test_the_best_round_has_other_scores_than_the_last(groups: Groups, comparison: MethodComparison) -> None:
+def test_the_best_round_has_other_scores_than_the_last(groups, comparison) -> None:
     best = compare_methods(groups, score="best").rows["atlas"]
     means = [json.loads((run / "summary.json").read_text())["overall"]["best"] for run in groups["atlas"]]
     assert best.statistics.mean == pytest.approx(np.mean([mean["test"]["primary"] for mean in means]))
     assert best.statistics.mean != comparison.rows["atlas"].statistics.mean
 
 
-def test_an_unfinished_run_is_named_with_the_remedy(groups: Groups) -> None:
+def test_an_unfinished_run_is_named_with_the_remedy(groups) -> None:
     run = groups["local"][0]
     (run / "summary.json").unlink()
     text = f"run {run} is not complete: it has no summary.json; atlas resume {run}"
@@ -96,7 +91,7 @@ def test_an_unfinished_run_is_named_with_the_remedy(groups: Groups) -> None:
         compare_methods(groups)
 
 
-def test_a_pair_is_tested_as_scipy_does(groups: Groups, comparison: MethodComparison) -> None:
+def test_a_pair_is_tested_as_scipy_does(groups, comparison) -> None:
     means = scores(groups).groupby(["method", "seed"])["score"].mean()
     for name, pair in comparison.pairs.items():
         differences = np.asarray(means[name]) - np.asarray(means["fedavg_cluster"])
@@ -107,7 +102,7 @@ def test_a_pair_is_tested_as_scipy_does(groups: Groups, comparison: MethodCompar
     assert comparison.pairs.keys() == {"local", "atlas"}
 
 
-def test_hurt_is_against_local_the_average_and_the_control(groups: Groups) -> None:
+def test_hurt_is_against_local_the_average_and_the_control(groups) -> None:
     renamed = {"fedavg" if name == "fedavg_cluster" else name: runs for name, runs in groups.items()}
     compared = compare_methods({**renamed, "fedper": groups["atlas"]}, control="atlas")
     values = {name: np.array(rows) for name, rows in compared.scores.items()}
@@ -119,13 +114,13 @@ def test_hurt_is_against_local_the_average_and_the_control(groups: Groups) -> No
     assert {row.hurt_by_average for row in compare_methods(groups).rows.values()} == {None}, "there is no fedavg"
 
 
-def test_one_seed_is_described_and_not_tested(groups: Groups) -> None:
+def test_one_seed_is_described_and_not_tested(groups) -> None:
     comparison = compare_methods({name: folders[:1] for name, folders in groups.items()})
     assert comparison.pairs == {}
     assert comparison.rows["atlas"].statistics.interval is None
 
 
-def test_what_does_not_pair_is_refused(groups: Groups) -> None:
+def test_what_does_not_pair_is_refused(groups) -> None:
     with pytest.raises(ConfigError, match="--control is fedprox; allowed: one of the compared, local, fedavg_cluster,"):
         compare_methods(groups, control="fedprox")
     with pytest.raises(DataError, match=r"atlas has the seeds \[.*\] and local \[.*\]; pairs need the same"):

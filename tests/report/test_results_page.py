@@ -1,7 +1,7 @@
 """The page of results, from run folders of invented numbers."""
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,10 @@ def page_of(places: Sequence[Path], *, control: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_a_table_says_what_the_statistics_say(make_federation, tmp_path) -> None:
     make_federation(2)
     (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
-    assert result.comparison is not None and not result.incomplete
+    assert not result.incomplete
     scores = {name: np.array(values) for name, values in result.comparison.scores.items()}
     pair = compare_with_control(scores, control="fedavg", seed=0)["fedper"]
     page = page_of([tmp_path], control="fedavg")
@@ -46,7 +46,7 @@ def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., Non
 
 
 @pytest.mark.slow
-def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_the_same_folders_give_the_same_page(make_federation, tmp_path) -> None:
     make_federation(1)
     make_federation(3)
     assert page_of([tmp_path], control="fedavg") == page_of([tmp_path], control="fedavg")
@@ -54,7 +54,7 @@ def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None
 
 
 @pytest.mark.slow
-def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_ranks_are_over_the_federations_by_hand(make_federation, tmp_path) -> None:
     make_federation(1)
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
@@ -65,9 +65,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
 
 
 @pytest.mark.slow
-def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
+def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(make_federation, tmp_path) -> None:
     make_federation(1, gains={"local": 0.0, "fedavg": 0.05, "fedper": 0.2, "fedsa": 0.1})
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
@@ -88,9 +86,7 @@ def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
     assert fedsa.endswith(" | - |"), "the other federation has no run of it"
 
 
-def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_method_that_lacks_seeds_is_named_and_in_no_table(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedsa": 0.1}, seeds=(1,))
     page = page_of([tmp_path], control="fedavg")
@@ -99,12 +95,11 @@ def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
 
 
 @pytest.mark.slow
-def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_what_was_tuned_stands_beside_the_name(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedper": 0.1}, lr=0.05)
     make_federation(2, gains={"fedper": 0.1}, seeds=(9001,), lr=0.02)
     (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
-    assert result.comparison is not None
     assert set(result.comparison.rows) == {"local", "fedavg", "fedper lr=0.01", "fedper lr=0.05"}
     assert result.own_settings == {"local": "lr=0.01", "fedavg": "lr=0.01"}
     assert "settings of each method: `local` lr=0.01, `fedavg` lr=0.01; " in page_of([tmp_path], control="fedavg")
@@ -114,16 +109,14 @@ def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., No
 
 
 @pytest.mark.slow
-def test_other_settings_are_another_federation(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_other_settings_are_another_federation(make_federation, tmp_path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedavg": 0.0, "local": 0.0}, rounds=5)
     assert len(federation_results(find_finished_runs([tmp_path]), control="fedavg")) == 2
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_one_line(
-    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there_is_one_line(make_federation, tmp_path, capsys) -> None:
     with pytest.raises(ConfigError, match=r"no finished run below .*; run `atlas compare` first"):
         page_of([tmp_path], control="fedavg")
     make_federation(2)
@@ -140,9 +133,7 @@ def test_what_is_not_there_is_one_line(
 
 
 @pytest.mark.slow
-def test_references_in_one_place_have_lines_of_their_own_by_hand(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
+def test_references_in_one_place_have_lines_of_their_own_by_hand(make_federation, tmp_path) -> None:
     make_federation(2)
     before = page_of([tmp_path], control="fedavg")
     make_federation(2, gains={"centralized": 0.0}, seeds=(1, 2))
@@ -155,7 +146,7 @@ def test_references_in_one_place_have_lines_of_their_own_by_hand(
 
 
 @pytest.mark.slow
-def test_rows_give_the_page_of_the_folders_they_come_from(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_rows_give_the_page_of_the_folders_they_come_from(make_federation, tmp_path) -> None:
     make_federation(1)
     make_federation(3, gains={"local": 0.0, "fedavg": 0.1, "ditto": 0.2}, lr=0.05)
     make_federation(3, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
@@ -169,7 +160,7 @@ def test_rows_give_the_page_of_the_folders_they_come_from(make_federation: Calla
     assert page_of([file, tmp_path], control="fedavg") == page
 
 
-def test_a_row_says_how_its_run_is_made_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_a_row_says_how_its_run_is_made_by_hand(make_federation, tmp_path) -> None:
     make_federation(1, gains={"fedprox": 0.1}, seeds=(2,), proximal_mu=0.5)
     (row,) = csv.DictReader(to_csv(find_finished_runs([tmp_path])).splitlines())
     assert [row[name] for name in ("preset", "dial", "strategy", "seed")] == ["contradiction", "1", "fedprox", "2"]
@@ -178,9 +169,7 @@ def test_a_row_says_how_its_run_is_made_by_hand(make_federation: Callable[..., N
     assert float(row["mean"]) == pytest.approx(np.mean([float(score) for score in row["scores"].split()]))
 
 
-def test_a_row_whose_method_has_got_another_setting_is_refused(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_row_whose_method_has_got_another_setting_is_refused(make_federation, tmp_path) -> None:
     make_federation(2, gains={"fedprox": 0.1}, seeds=(2,), proximal_mu=0.5)
     file = tmp_path / "runs.csv"
     file.write_text(to_csv(find_finished_runs([tmp_path])).replace("--strategy fedprox", "--strategy fedbabu"))
@@ -188,9 +177,7 @@ def test_a_row_whose_method_has_got_another_setting_is_refused(
         find_finished_runs([file])
 
 
-def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(make_federation, tmp_path) -> None:
     make_federation(2)
     file = tmp_path / "runs.csv"
     text = to_csv(find_finished_runs([tmp_path]))
@@ -208,9 +195,7 @@ def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
 
 
 @pytest.mark.slow
-def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(
-    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(make_federation, tmp_path, capsys) -> None:
     make_federation(2, gains={"local": 0.0}, seeds=(1, 2))
     make_federation(2, gains={"fedavg": 0.0}, seeds=(3,))
     file = tmp_path / "page.md"
@@ -226,7 +211,7 @@ def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(
     assert [result.comparison is None for result in results] == [True, False]
 
 
-def test_a_page_is_of_its_runs_and_of_no_claims(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_a_page_is_of_its_runs_and_of_no_claims(make_federation, tmp_path) -> None:
     make_federation(2, gains={"local": 0.0, "local_prior": 0.1, "fedavg": 0.05, "atlas": 0.2})
     page = page_of([tmp_path], control="fedavg")
     titles = [line for line in page.splitlines() if line.startswith("## ")]

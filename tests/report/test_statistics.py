@@ -111,7 +111,7 @@ def test_the_probability_of_improvement_is_rliables_and_scipys() -> None:
     assert probability_of_improvement(np.array([0.5, 0.3]), np.array([0.4, 0.5])) == pytest.approx(1.5 / 4)
 
 
-def test_tasks_that_share_their_seeds_need_seeds_resampled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_share_their_seeds_need_seeds_resampled_whole(monkeypatch) -> None:
     """Where a good seed is good for all tasks, drawing inside each task promises 95% and holds far less."""
     monkeypatch.setattr("atlas_fl.report.statistics.RESAMPLES", 400)
     covered = {True: 0, False: 0}

@@ -6,10 +6,7 @@ import pytest
 from rich.console import Console
 
 from atlas_fl.report.table import Table, text_of
-from atlas_fl.report.tables import (
-    closing_table,
-    plan_tables,
-)
+from atlas_fl.report.tables import closing_table, plan_tables
 
 
 def printed(table: Table, width: int = 80) -> str:

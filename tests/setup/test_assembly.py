@@ -1,8 +1,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from atlas_fl.models.tokenization import encode_examples, encode_prompts, encode
 from atlas_fl.setup.assembly import max_sequence_length, pick_device, truncation_notes
 
 
-def test_auto_takes_fp16_to_a_gpu_and_refuses_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_fp16_to_a_gpu_and_refuses_it_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto", precision="bf16") == "cpu"
     with pytest.raises(ConfigError, match=r"--precision fp16 needs a GPU with CUDA.*bf16 or fp32"):
@@ -32,7 +30,7 @@ def task_of(**values: object) -> Task:
     return Task(**{**usual, **values})
 
 
-def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of: Callable) -> None:
+def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of) -> None:
     backbone = tiny_of("bert").backbone
 
     def tokens(longest: int, limit: int) -> ClientTokens:
@@ -46,7 +44,7 @@ def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of: 
     )
 
 
-def test_prompts_that_are_cut_are_counted(tiny_of: Callable) -> None:
+def test_prompts_that_are_cut_are_counted(tiny_of) -> None:
     backbone = tiny_of("llama").backbone
     text, target = ["w1 w2 w3 w4 w5 w6"], ["w7 w8"]
     rows = encode_targets(text, target, tokenizer=backbone.tokenizer, max_length=8)
@@ -59,7 +57,7 @@ def test_prompts_that_are_cut_are_counted(tiny_of: Callable) -> None:
     assert note.startswith("t: 2 of 2 texts and prompts are cut; ")
 
 
-def test_a_model_with_positions_for_no_text_is_refused(tiny_of: Callable, tmp_path: Path) -> None:
+def test_a_model_with_positions_for_no_text_is_refused(tiny_of, tmp_path) -> None:
     shutil.copytree(tiny_of("roberta").path, tmp_path / "copy")
     config = tmp_path / "copy" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 43}))

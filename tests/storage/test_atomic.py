@@ -27,7 +27,7 @@ def write(path: Path, **files: str) -> None:
             (draft / name).write_text(text)
 
 
-def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path) -> None:
     with atomic_folder(tmp_path / "deep" / "new") as draft:
         (draft / "a").write_text("1")
         assert not (tmp_path / "deep" / "new").exists()
@@ -38,14 +38,14 @@ def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no"), OSError(errno.ENOSPC, "No space left")])
-def test_what_fails_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+def test_what_fails_leaves_nothing(tmp_path, error: BaseException) -> None:
     with pytest.raises(type(error)), atomic_folder(tmp_path / "new") as draft:
         (draft / "a").write_text("1")
         raise error
     assert names(tmp_path) == []
 
 
-def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path: Path) -> None:
+def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "thesis.txt").write_text("years of work")
     (tmp_path / "old" / "a").write_text("of before")
@@ -57,7 +57,7 @@ def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path: Pat
     }
 
 
-def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(tmp_path: Path) -> None:
+def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(tmp_path) -> None:
     drafts = tmp_path / ".new.0123456789abcdef.writing"
     for left in ("", DRAFT_MARKER, "content/a"):
         drafts.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(
     assert (tmp_path / "new" / "b").read_text() == "3"
 
 
-def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path) -> None:
     """`/dev/full` takes nothing, and small contents fail once more when their file is closed."""
 
     def small(folder: Path) -> None:
@@ -107,7 +107,7 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_told_with_the_path_of_a_small_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_path_of_a_small_file(tmp_path) -> None:
     """What is in a file's buffer fails once more when the file is closed."""
     rows = tmp_path / "rows.jsonl"
     with pytest.raises(OSError, match="too large") as caught, no_room():

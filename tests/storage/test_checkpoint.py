@@ -34,7 +34,6 @@ def test_the_newest_comes_back_bit_for_bit(tmp_path) -> None:
     state = {"loss": 0.1 + 0.2, "clients": ["a", "b"], "eta": 1e-300, "nested": {"none": None, "text": "ü\n"}}
     save(tmp_path, round=12, tensors=tensors(12), state=state)
     found, messages = load_latest(tmp_path)
-    assert found is not None
     assert (found.round, found.state, found.path.name, messages) == (12, state, "round-0012", ())
     assert encode_tensors(found.tensors) == encode_tensors(tensors(12))
     assert encode_tensors(load_file(found.path / "state.safetensors")) == encode_tensors(tensors(12))
@@ -82,7 +81,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file, damage, message) -> None:
     damage(three_rounds(tmp_path) / "round-0003" / file)
     found, messages = load_latest(tmp_path)
-    assert found is not None
     assert (found.round, found.state["metrics"]) == (2, 200)
     assert len(messages) == 1
     with pytest.raises(CheckpointError, match=message):
@@ -122,7 +120,6 @@ def test_unfinished_folders_are_no_checkpoints_and_are_cleared_by_the_next_save(
     (tmp_path / "round-0002.replaced").mkdir()
     (tmp_path / "notes").mkdir()
     found, messages = load_latest(tmp_path)
-    assert found is not None
     assert (found.round, messages) == (3, ())
     save(tmp_path, round=4, tensors=tensors(4), state={})
     assert names(tmp_path) == ["notes", "round-0001", "round-0002", "round-0003", "round-0004"]
@@ -135,7 +132,6 @@ def test_going_back_behind_a_damaged_round_removes_it(tmp_path) -> None:
     save(tmp_path, round=2, tensors=tensors(2), state={"again": True})
     assert names(tmp_path) == ["round-0001", "round-0002"]
     found, messages = load_latest(tmp_path)
-    assert found is not None
     assert (found.round, found.state, messages) == (2, {"again": True}, ())
 
 
@@ -154,7 +150,7 @@ def test_the_best_are_kept_beside_the_newest(tmp_path) -> None:
     assert names(tmp_path) == ["round-0002", "round-0004"]
     assert list(paths_by_round(tmp_path)) == [2, 4]
     found, messages = load_latest(tmp_path)
-    assert found is not None and (found.round, messages) == (4, ())
+    assert (found.round, messages) == (4, ())
 
 
 def test_a_refused_state_changes_nothing(tmp_path) -> None:
@@ -168,7 +164,6 @@ def test_ten_thousand_rounds_are_in_order(tmp_path) -> None:
     for round in (9_999, 10_000):
         save(tmp_path, round=round, tensors={}, state={})
     found, _ = load_latest(tmp_path)
-    assert found is not None
     assert found.round == 10_000
 
 
@@ -194,5 +189,5 @@ def test_what_no_run_has_written_is_kept_when_its_checkpoint_goes(tmp_path) -> N
     ]
     assert (tmp_path / "round-0004.kept-1").read_text() == "mine"
     found, damaged = load_latest(tmp_path)
-    assert found is not None and found.round == 2
+    assert found.round == 2
     assert damaged == ()

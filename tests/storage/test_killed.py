@@ -28,10 +28,7 @@ def script() -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "least_kills"), [("steps", 50), ("replacing", 30), ("times", 3)])
-def test_a_killed_and_resumed_run_ends_in_the_same_bytes(
-    mode: str, least_kills: int, tmp_path: Path, script: "subprocess.Popen[str]"
-) -> None:
-    assert script.stdin and script.stdout and script.stderr
+def test_a_killed_and_resumed_run_ends_in_the_same_bytes(mode: str, least_kills: int, tmp_path, script) -> None:
     script.stdin.write(f"{mode} {tmp_path}\n")
     script.stdin.flush()
     said = script.stdout.readline()

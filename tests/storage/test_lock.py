@@ -16,7 +16,6 @@ def test_a_run_has_one_writer_until_that_one_ends(tmp_path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         text = f"run {tmp_path} is being written by another process; wait for it, or end it and resume"
         with pytest.raises(CheckpointError, match=re.escape(text)), run_lock(tmp_path):

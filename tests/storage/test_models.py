@@ -32,7 +32,7 @@ def written(path: Path, models: ByClient) -> int:
     return path.stat().st_size
 
 
-def test_two_clients_with_one_model_take_the_bytes_of_one_and_a_little(tmp_path: Path) -> None:
+def test_two_clients_with_one_model_take_the_bytes_of_one_and_a_little(tmp_path) -> None:
     one = written(tmp_path / "one.safetensors", {"a": model(0)})
     two = written(tmp_path / "two.safetensors", {"a": (shared := model(0)), "b": shared})
     copies = written(tmp_path / "copies.safetensors", {"a": model(0), "b": model(0)})
@@ -43,7 +43,7 @@ def test_two_clients_with_one_model_take_the_bytes_of_one_and_a_little(tmp_path:
     assert apart > 2 * one - 64 * 4 - 200, "the norm alone is the same"
 
 
-def test_every_different_tensor_stands_once_under_its_first_holder(tmp_path: Path) -> None:
+def test_every_different_tensor_stands_once_under_its_first_holder(tmp_path) -> None:
     body = model(0)
     heads = {client: {**body, "head.weight": torch.full((5, 64), float(at))} for at, client in enumerate("abc")}
     models = {**heads, "d": heads["b"], "e": {**body, "norm.weight": torch.ones(64, dtype=torch.float64)}}
@@ -60,13 +60,13 @@ def test_every_different_tensor_stands_once_under_its_first_holder(tmp_path: Pat
         }
 
 
-def test_what_is_read_shares_memory_as_what_was_written(tmp_path: Path) -> None:
+def test_what_is_read_shares_memory_as_what_was_written(tmp_path) -> None:
     written(tmp_path / "x.safetensors", {"a": model(0), "b": model(0)})
     found = read_audited(tmp_path / "x.safetensors")
     assert found["a/blocks.0.weight"] is found["b/blocks.0.weight"]
 
 
-def test_the_bytes_do_not_tell_which_objects_were_shared(tmp_path: Path) -> None:
+def test_the_bytes_do_not_tell_which_objects_were_shared(tmp_path) -> None:
     shared = model(0)
     write_models(tmp_path / "shared.safetensors", {"a": shared, "b": shared, "c": model(1)})
     turned = dict(sorted(model(0).items(), reverse=True))  # as after a resume: in another order
@@ -74,7 +74,7 @@ def test_the_bytes_do_not_tell_which_objects_were_shared(tmp_path: Path) -> None
     assert (tmp_path / "shared.safetensors").read_bytes() == (tmp_path / "copies.safetensors").read_bytes()
 
 
-def test_adapters_stand_under_every_name_for_any_reader_of_the_format(tmp_path: Path) -> None:
+def test_adapters_stand_under_every_name_for_any_reader_of_the_format(tmp_path) -> None:
     lora = {"q.lora_A": torch.ones(2, 8), "q.lora_B": torch.zeros(8, 2), "head.weight": torch.ones(3, 8)}
     models = {"a": lora, "b": lora}
     written(tmp_path / "x.safetensors", models)
@@ -82,7 +82,7 @@ def test_adapters_stand_under_every_name_for_any_reader_of_the_format(tmp_path: 
 
 
 @pytest.mark.parametrize("note", ["{", "[]", '{"a/w": 3}', '{"b/w": ["c"]}', '{"a/w": ["a"]}'])
-def test_metadata_that_cannot_be_are_one_line(tmp_path: Path, note: str) -> None:
+def test_metadata_that_cannot_be_are_one_line(tmp_path, note: str) -> None:
     save_file({"a/w": torch.ones(3)}, tmp_path / "x.safetensors", {"same": note})
     with pytest.raises(CheckpointError, match=r"x.safetensors is damaged: ") as caught:
         read_audited(tmp_path / "x.safetensors")

@@ -48,7 +48,7 @@ def graph(**changes: Any) -> Any:
 
 
 @pytest.fixture
-def onnx(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def onnx(monkeypatch) -> ModuleType:
     module: Any = ModuleType("onnx")
     module.load = lambda _: graph()
     module.numpy_helper = SimpleNamespace(to_array=lambda tensor: tensor.values)
@@ -56,16 +56,11 @@ def onnx(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_names_matrices_and_positions_by_hand(onnx: Any) -> None:
+def test_names_matrices_and_positions_by_hand(onnx) -> None:
     found = read_backbone(Path("x.onnx"))
     held = {tensor.name: tensor.values for tensor in onnx.load(None).graph.initializer}
     inner = Q.removeprefix("backbone.")
-    assert set(found) == {
-        "embeddings.cls_token",
-        "embeddings.position_embeddings",
-        f"{inner}.bias",
-        f"{inner}.weight",
-    }
+    assert set(found) == {"embeddings.cls_token", "embeddings.position_embeddings", f"{inner}.bias", f"{inner}.weight"}
     assert found[f"{inner}.weight"].equal(torch.from_numpy(held["onnx::MatMul_1"].T.copy()))
     positions = found["embeddings.position_embeddings"]
     assert positions.shape == (1, 10, 4)
@@ -74,7 +69,7 @@ def test_names_matrices_and_positions_by_hand(onnx: Any) -> None:
 
 
 @pytest.mark.usefixtures("onnx")
-def test_the_files_are_those_of_a_model_folder_and_the_same_every_time(tmp_path: Path) -> None:
+def test_the_files_are_those_of_a_model_folder_and_the_same_every_time(tmp_path) -> None:
     for name in "ab":
         convert(tmp_path, tmp_path / name)
     assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
@@ -90,7 +85,7 @@ def test_the_files_are_those_of_a_model_folder_and_the_same_every_time(tmp_path:
     assert len(read_tensors(tmp_path / "a" / "model.safetensors")) == 4
 
 
-def test_a_tensor_that_is_lacking_is_named(onnx: Any) -> None:
+def test_a_tensor_that_is_lacking_is_named(onnx) -> None:
     onnx.load = lambda _: graph(without=["onnx::Reshape_1962"])
     with pytest.raises(DataError, match=r"x\.onnx has no tensor 'onnx::Reshape_1962'; fetch the package again"):
         read_backbone(Path("x.onnx"))

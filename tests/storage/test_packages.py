@@ -49,7 +49,7 @@ def deb(*, compression: str = "xz", drop: str = "") -> bytes:
 
 
 @pytest.fixture
-def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+def apt(tmp_path, monkeypatch) -> Callable[[bytes], None]:
     """Puts an apt-get in front of the path that downloads what it is given."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -72,7 +72,7 @@ def run(one: Asset, cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("compression", ["xz", "gz"])
-def test_the_named_files_are_taken_out_of_the_package(compression: str, apt, tmp_path: Path) -> None:
+def test_the_named_files_are_taken_out_of_the_package(compression: str, apt, tmp_path) -> None:
     apt(deb(compression=compression))
     cache = tmp_path / "cache"
     said = run(part(), cache)
@@ -83,7 +83,7 @@ def test_the_named_files_are_taken_out_of_the_package(compression: str, apt, tmp
     assert run(part(), cache)[-1] == f"clothes: here already ({cache / 'clothes'})"
 
 
-def test_what_the_machine_has_is_not_fetched(tmp_path: Path) -> None:
+def test_what_the_machine_has_is_not_fetched(tmp_path) -> None:
     folder = tmp_path / "system"
     folder.mkdir()
     for name, content in CONTENT.items():
@@ -99,14 +99,14 @@ def test_what_the_machine_has_is_not_fetched(tmp_path: Path) -> None:
         (deb(drop=".old"), r"is damaged \('\./usr/share/clothes/train\.gz'\)"),
     ],
 )
-def test_a_damaged_package_is_one_line_and_leaves_nothing(content: bytes, message: str, apt, tmp_path: Path) -> None:
+def test_a_damaged_package_is_one_line_and_leaves_nothing(content: bytes, message: str, apt, tmp_path) -> None:
     apt(content)
     with pytest.raises(DataError, match=message):
         run(part(), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_without_apt_one_line_says_where_to_put_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apt_one_line_says_where_to_put_the_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cache = tmp_path / "cache"
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_without_apt_one_line_says_where_to_put_the_files(tmp_path: Path, monkey
     assert run(part(), cache)[-1].startswith("clothes: here already")
 
 
-def test_what_apt_says_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_apt_says_is_said(tmp_path, monkeypatch) -> None:
     script = tmp_path / "apt-get"
     script.write_text("#!/bin/sh\necho 'W: a warning' >&2\necho 'E: Unable to locate package' >&2\nexit 100\n")
     script.chmod(0o755)
@@ -129,7 +129,7 @@ def test_what_apt_says_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         run(part(), tmp_path / "cache")
 
 
-def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path, monkeypatch) -> None:
     def join(source: Path, target: Path) -> None:
         target.mkdir()
         (target / "joined").write_bytes((source / "train.gz").read_bytes() + (source / "labels.gz").read_bytes())
@@ -152,9 +152,7 @@ def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path, mon
     assert [path.name for path in (cache / "clothes").iterdir()] == ["joined"]
 
 
-def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(downloads.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(DataError, match=r"needs the package onnx; install it with `pip install 'onnx>=1\.17'`"):
         run(assets()["dinov2-vits14"], tmp_path / "cache")

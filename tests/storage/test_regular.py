@@ -11,7 +11,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.storage.folder_access import check_regular
 
 
-def test_files_folders_and_what_is_not_there_pass(tmp_path: Path) -> None:
+def test_files_folders_and_what_is_not_there_pass(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file", tmp_path / "none"):
         check_regular(path)
@@ -21,7 +21,7 @@ def test_files_folders_and_what_is_not_there_pass(tmp_path: Path) -> None:
             check_regular(path)
 
 
-def test_whoever_reads_what_a_user_names_says_so_in_a_line(tmp_path: Path) -> None:
+def test_whoever_reads_what_a_user_names_says_so_in_a_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match=rf"^cannot read {os.devnull} \(no regular file\); give the path of a"):
         load_config(os.devnull)
     with pytest.raises(CheckpointError, match=rf"^--mask-file {os.devnull} cannot be read \(no regular file\); give"):

@@ -1,6 +1,5 @@
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,14 +142,14 @@ def test_an_unfinished_last_line_is_no_row_and_a_damaged_one_is_named(tmp_path) 
     assert read_rows(tmp_path / "none.jsonl") == []
 
 
-def test_a_sealed_file_of_another_version_is_refused_by_the_entry_that_it_lacks(tmp_path: Path) -> None:
+def test_a_sealed_file_of_another_version_is_refused_by_the_entry_that_it_lacks(tmp_path) -> None:
     write_sealed(tmp_path / "state.json", {"round": 1, "tensors_sha256": "0"})
     assert read_sealed(tmp_path / "state.json", "round")["round"] == 1
     with pytest.raises(CheckpointError, match="it lacks 'files', or is of another version; restore it from a copy"):
         read_sealed(tmp_path / "state.json", "round", "files")
 
 
-def test_a_sealed_file_that_is_altered_is_found_or_says_the_same(tmp_path: Path) -> None:
+def test_a_sealed_file_that_is_altered_is_found_or_says_the_same(tmp_path) -> None:
     path, content = tmp_path / "heard.json", {"heard": ["movie-0", "trec-1"], "share": 0.1}
     write_sealed(path, content)
     assert read_sealed(path) == content

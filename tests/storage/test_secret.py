@@ -1,6 +1,5 @@
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -8,7 +7,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.storage.files import load_or_create_secret
 
 
-def test_a_secret_is_drawn_once_and_its_user_alone_can_read_it(tmp_path: Path) -> None:
+def test_a_secret_is_drawn_once_and_its_user_alone_can_read_it(tmp_path) -> None:
     path, before = tmp_path / "new" / "a-0-secret", os.umask(0)
     try:
         secret = load_or_create_secret(path)
@@ -21,13 +20,13 @@ def test_a_secret_is_drawn_once_and_its_user_alone_can_read_it(tmp_path: Path) -
     assert load_or_create_secret(tmp_path / "other") != secret
 
 
-def test_a_draft_that_a_killed_process_left_is_not_in_the_way(tmp_path: Path) -> None:
+def test_a_draft_that_a_killed_process_left_is_not_in_the_way(tmp_path) -> None:
     (tmp_path / ".secret.writing").write_text("ab")
     assert len(load_or_create_secret(tmp_path / "secret")) == 32
 
 
 @pytest.mark.parametrize("content", ["", "ab", "zz" * 32, "é" * 64, "ab" * 33])
-def test_what_is_no_secret_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+def test_what_is_no_secret_is_refused_and_left_as_it_is(tmp_path, content: str) -> None:
     path = tmp_path / "secret"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="is no secret of 64 hexadecimal digits; put back"):
@@ -35,6 +34,6 @@ def test_what_is_no_secret_is_refused_and_left_as_it_is(tmp_path: Path, content:
     assert path.read_text(encoding="utf-8") == content
 
 
-def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_its_place_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="is no secret"):
         load_or_create_secret(tmp_path)

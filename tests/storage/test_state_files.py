@@ -29,7 +29,7 @@ def kept(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_states_come_back_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_states_come_back_with_the_same_bits(tmp_path, dtype: torch.dtype) -> None:
     states = (STATES / 7).to(dtype)
     StateFiles(tmp_path / "new", budget_bytes=10**6).write(KEYS[0], states)
     other = StateFiles(tmp_path / "new", budget_bytes=10**6)
@@ -39,7 +39,7 @@ def test_states_come_back_with_the_same_bits(tmp_path: Path, dtype: torch.dtype)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700, "states tell of the texts"
 
 
-def test_no_byte_can_be_changed_and_no_end_cut_off(tmp_path: Path) -> None:
+def test_no_byte_can_be_changed_and_no_end_cut_off(tmp_path) -> None:
     StateFiles(tmp_path, budget_bytes=10**6).write(KEYS[0], STATES)
     path = tmp_path / f"{KEYS[0]}.states"
     whole = path.read_bytes()
@@ -52,7 +52,7 @@ def test_no_byte_can_be_changed_and_no_end_cut_off(tmp_path: Path) -> None:
     assert StateFiles(tmp_path, budget_bytes=10**6).read(KEYS[0]) is not None
 
 
-def test_a_file_under_the_name_of_another_model_is_told_once_and_replaced(tmp_path: Path) -> None:
+def test_a_file_under_the_name_of_another_model_is_told_once_and_replaced(tmp_path) -> None:
     files, told = StateFiles(tmp_path, budget_bytes=10**6), list[str]()
     files.report = told.append
     files.write(KEYS[0], STATES)
@@ -65,7 +65,7 @@ def test_a_file_under_the_name_of_another_model_is_told_once_and_replaced(tmp_pa
     assert found is not None and torch.equal(found, STATES + 1)
 
 
-def test_the_least_recently_used_makes_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_makes_room(tmp_path) -> None:
     # 32 bytes of seal, 8 of a length, 64 of a header, 48 of values: 152 each; six are 912
     earlier = StateFiles(tmp_path, budget_bytes=10**6)
     for at, key in enumerate(KEYS[:4]):
@@ -81,7 +81,7 @@ def test_the_least_recently_used_makes_room(tmp_path: Path) -> None:
     assert kept(tmp_path) == {KEYS[0], KEYS[3], KEYS[4], KEYS[5]}
 
 
-def test_what_this_run_uses_stays_and_the_next_run_removes_it(tmp_path: Path) -> None:
+def test_what_this_run_uses_stays_and_the_next_run_removes_it(tmp_path) -> None:
     files = StateFiles(tmp_path, budget_bytes=2 * 152)
     for key in KEYS[:4]:
         files.write(key, STATES)
@@ -93,7 +93,7 @@ def test_what_this_run_uses_stays_and_the_next_run_removes_it(tmp_path: Path) ->
     assert len(kept(tmp_path)) == 2 and KEYS[2] in kept(tmp_path)
 
 
-def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path) -> None:
     names = ["notes.txt", f"{KEYS[0]}.states.bak", "states", f"{KEYS[1]}.0123456789abcdef.draft"]
     for name in names:
         (tmp_path / name).write_bytes(b"0" * 100)
@@ -104,14 +104,14 @@ def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[:3], f"{KEYS[2]}.states"])
 
 
-def test_states_larger_than_the_budget_remove_nothing(tmp_path: Path) -> None:
+def test_states_larger_than_the_budget_remove_nothing(tmp_path) -> None:
     StateFiles(tmp_path, budget_bytes=10**6).write(KEYS[0], STATES)
     used_at(tmp_path, KEYS[0], 1000)
     StateFiles(tmp_path, budget_bytes=160).write(KEYS[1], torch.zeros(100, 4))
     assert kept(tmp_path) == {KEYS[0]}
 
 
-def test_a_disk_that_takes_nothing_is_told_once(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_is_told_once(tmp_path) -> None:
     (tmp_path / "file").touch()
     files, told = StateFiles(tmp_path / "file", budget_bytes=10**6), list[str]()
     files.report = told.append
@@ -141,7 +141,7 @@ for turn in range(40):
 
 
 @pytest.mark.slow
-def test_processes_that_write_read_and_remove_at_once_never_meet_a_damaged_file(tmp_path: Path) -> None:
+def test_processes_that_write_read_and_remove_at_once_never_meet_a_damaged_file(tmp_path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stderr=subprocess.PIPE) for _ in "12"]
     told = [process.communicate(timeout=100)[1].decode() for process in running]
     assert told == [""] * 2 and [process.returncode for process in running] == [0] * 2
@@ -150,7 +150,7 @@ def test_processes_that_write_read_and_remove_at_once_never_meet_a_damaged_file(
     assert all(path.suffix == ".states" for path in tmp_path.iterdir()), "no drafts are left"
 
 
-def test_the_folder_is_beside_what_was_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_beside_what_was_fetched(monkeypatch) -> None:
     monkeypatch.setenv("ATLAS_CACHE", "/somewhere/else")
     assert state_folder() == Path("/somewhere/else/states")
     monkeypatch.delenv("ATLAS_CACHE")

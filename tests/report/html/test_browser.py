@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,13 @@ CUT_TABLES = """[...document.querySelectorAll('main .table')]
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    assert BROWSER is not None
+def tab(tmp_path_factory) -> Iterator[Tab]:
     with open_browser(BROWSER, tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
 
 @pytest.fixture
-def compared(make_federation: Callable[..., None], tmp_path: Path) -> Path:
+def compared(make_federation, tmp_path) -> Path:
     """The page of a comparison."""
     make_federation(2)
     return write_report(sorted(path.parent for path in tmp_path.glob("*/summary.json")))
@@ -53,7 +52,7 @@ def overflow(tab: Tab) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) -> None:
+def test_a_run_fits_every_width_and_is_quiet(make_run, tab, is_dark: bool) -> None:
     page = write_report([rename(make_run(rounds=2, refused=True))])
     for width in WIDTHS:
         tab.open(page, width=width, is_dark=is_dark)
@@ -69,7 +68,7 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
 
 
 @pytest.mark.slow
-def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: Tab) -> None:
+def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab) -> None:
     run = make_run(rounds=2)
     (run / "summary.json").unlink()
     with serving(Watched(runs=(run,), runs_dir=run.parent, token=None)) as port:
@@ -94,7 +93,7 @@ def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: T
 
 
 @pytest.mark.slow
-def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) -> None:
+def test_a_comparison_fits_every_width_and_is_quiet(compared, tab) -> None:
     for width in WIDTHS:
         tab.open(compared, width=width, is_dark=width == 768)
         check_quiet(tab, compared)
@@ -102,7 +101,7 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) ->
 
 
 @pytest.mark.slow
-def test_two_hundred_clients_are_drawn(make_run, tab: Tab) -> None:
+def test_two_hundred_clients_are_drawn(make_run, tab) -> None:
     page = write_report([make_run(tasks=4, clients_per_task=50, rounds=20)])
     tab.open(page, width=1440, is_dark=True)
     check_quiet(tab, page)
@@ -111,7 +110,7 @@ def test_two_hundred_clients_are_drawn(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_drawn_numbers_are_the_stored_ones(make_run, tab: Tab) -> None:
+def test_drawn_numbers_are_the_stored_ones(make_run, tab) -> None:
     run = make_run(rounds=2)
     tab.open(write_report([run]), width=1440)
     cells = tab.evaluate(
@@ -129,7 +128,7 @@ def test_drawn_numbers_are_the_stored_ones(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_dots_lie_where_their_scores_say(make_run, tab: Tab) -> None:
+def test_dots_lie_where_their_scores_say(make_run, tab) -> None:
     """Two clients' final scores and their distance in pixels give the scale; all others lie on it."""
     run = make_run()
     tab.open(write_report([run]), width=1440)
@@ -153,7 +152,7 @@ def test_dots_lie_where_their_scores_say(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
+def test_the_keyboard_sorts_a_table(make_run, tab) -> None:
     tab.open(write_report([make_run(tasks=1, clients_per_task=4)]), width=1440)
     column = "[...document.querySelectorAll('#outcome table')].at(-1).tBodies[0].rows"
     read = f"[...{column}].map((row) => Number(row.cells[4].querySelector('data').value))"
@@ -169,7 +168,7 @@ def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab: Tab) -> None:
+def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab) -> None:
     tab.open(write_report([rename(make_run(rounds=2))]), width=1440)
     marks = "[...document.querySelectorAll('#figure-outcome .mark-symbol.role-mark path')]"
     shown = set()
@@ -185,7 +184,7 @@ def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> None:
+def test_every_control_can_be_reached_by_the_keyboard(make_run, tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
     controls = "[...document.querySelectorAll('a, button, select, summary, .table, pre')]"
     assert tab.evaluate(f"{controls}.filter((one) => one.tabIndex < 0).length") == 0
@@ -193,7 +192,7 @@ def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> Non
 
 
 @pytest.mark.slow
-def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None:
+def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
     tab.evaluate("document.querySelector('#figure-bytes details').open = true")
     tab.wait("document.querySelector('#figure-bytes details tbody')")
@@ -204,7 +203,7 @@ def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None
 
 
 @pytest.mark.slow
-def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab) -> None:
+def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=1440, is_dark=True)
     widest = (
         "Math.max(...[...document.querySelectorAll('.drawing svg')].map((one) => one.getBoundingClientRect().right))"
@@ -219,7 +218,7 @@ def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab)
 
 
 @pytest.mark.slow
-def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
+def test_a_client_that_is_chosen_stands_out(make_run, tab) -> None:
     run = make_run(tasks=1, clients_per_task=3)
     tab.open(write_report([run]), width=1440)
     opacities = (
@@ -238,7 +237,7 @@ def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
 
 
 @pytest.mark.slow
-def test_a_canvas_follows_the_theme(make_run, tab: Tab) -> None:
+def test_a_canvas_follows_the_theme(make_run, tab) -> None:
     tab.open(write_report([make_run(tasks=4, clients_per_task=50, rounds=20)]), width=1440, is_dark=False)
     ground = "document.querySelector('#figure-scores .drawing').style.background"
     assert tab.evaluate(ground) == "rgb(255, 255, 255)"

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +15,7 @@ MOST_BYTES = 6_000_000
 
 
 @pytest.fixture
-def runs(make_federation: Callable[..., None], tmp_path: Path) -> list[Path]:
+def runs(make_federation, tmp_path) -> list[Path]:
     """Runs of three methods with three seeds each."""
     make_federation(2)
     return sorted(path.parent for path in tmp_path.glob("*/summary.json"))
@@ -26,7 +25,7 @@ def page_of(runs: list[Path], *, control: str | None = None) -> Element:
     return parse_page(render(comparison_page(runs, control=control)))
 
 
-def test_means_and_intervals_are_those_of_the_runs(runs: list[Path]) -> None:
+def test_means_and_intervals_are_those_of_the_runs(runs) -> None:
     page, by_method = page_of(runs), {}
     for name in ("local", "fedavg", "fedper"):
         scores = [read_finished_run(run).scores.scores.values() for run in runs if f"-{name}-" in run.name]
@@ -42,7 +41,7 @@ def test_means_and_intervals_are_those_of_the_runs(runs: list[Path]) -> None:
     assert all(row["low"] < row["mean"] < row["high"] for row in means.values())
 
 
-def test_what_is_said_of_a_method_is_what_the_test_says(runs: list[Path]) -> None:
+def test_what_is_said_of_a_method_is_what_the_test_says(runs) -> None:
     groups = {name: [run for run in runs if f"-{name}-" in run.name] for name in ("local", "fedavg", "fedper")}
     page, pairs = page_of(runs), compare_methods(groups, control="fedavg").pairs
     for row in table_of(page, "Against fedavg"):
@@ -61,14 +60,14 @@ def test_what_is_said_of_a_method_is_what_the_test_says(runs: list[Path]) -> Non
     }
 
 
-def test_the_front_holds_what_nothing_beats(runs: list[Path]) -> None:
+def test_the_front_holds_what_nothing_beats(runs) -> None:
     page = page_of(runs)
     rows = chart_of(page, "front-0")
     costs, scores = ({row["method"]: row[name] for row in rows} for name in ("bytes", "score"))
     assert {row["method"] for row in rows if row["front"] == "front"} == set(pareto_front(costs, scores))
 
 
-def test_memory_is_drawn_where_methods_differ_in_it(runs: list[Path]) -> None:
+def test_memory_is_drawn_where_methods_differ_in_it(runs) -> None:
     assert "predicted memory of the fullest device" not in page_of(runs).text
     for run in runs:
         if "-fedper-" in run.name:
@@ -86,13 +85,13 @@ def test_a_front_by_hand() -> None:
     assert pareto_front(costs, scores) == ["cheap", "good", "same as good", "dear"]
 
 
-def test_another_control_can_be_chosen_and_an_unknown_one_is_named(runs: list[Path]) -> None:
+def test_another_control_can_be_chosen_and_an_unknown_one_is_named(runs) -> None:
     assert table_of(page_of(runs, control="local"), "Against local")
     with pytest.raises(ConfigError, match=r"--control is nobody, and contradiction, dial 2 has fedavg, fedper, local"):
         comparison_page(runs, control="nobody")
 
 
-def test_runs_that_cannot_be_compared_are_named(runs: list[Path]) -> None:
+def test_runs_that_cannot_be_compared_are_named(runs) -> None:
     (runs[0] / "summary.json").unlink()
     page = page_of(runs)
     warnings = page.all("header")[0].text
@@ -101,25 +100,25 @@ def test_runs_that_cannot_be_compared_are_named(runs: list[Path]) -> None:
     assert f"{name} lacks the seeds {seed} of others, and is in no table." in page.text
 
 
-def test_only_unfinished_runs_are_refused_in_one_line(runs: list[Path]) -> None:
+def test_only_unfinished_runs_are_refused_in_one_line(runs) -> None:
     for run in runs:
         (run / "summary.json").unlink()
     with pytest.raises(ConfigError, match=r"none of these 9 runs can be compared"):
         comparison_page(runs)
 
 
-def test_one_method_is_described_and_compared_with_none(runs: list[Path]) -> None:
+def test_one_method_is_described_and_compared_with_none(runs) -> None:
     page = page_of([run for run in runs if "-local-" in run.name])
     assert sections_of(page) == ["federation-0", "costs-0"]
 
 
-def test_one_seed_has_no_tests(runs: list[Path]) -> None:
+def test_one_seed_has_no_tests(runs) -> None:
     page = page_of([run for run in runs if run.name.endswith("-1")])
     assert sections_of(page) == ["federation-0", "costs-0"]
 
 
 @pytest.mark.slow
-def test_several_federations_are_ranked(make_federation: Callable[..., None], tmp_path: Path) -> None:
+def test_several_federations_are_ranked(make_federation, tmp_path) -> None:
     for dial in (1, 2, 3):
         make_federation(dial)
     text = render(comparison_page(sorted(path.parent for path in tmp_path.glob("*/summary.json"))))

@@ -29,7 +29,7 @@ def test_how_far_a_run_is_follows_from_its_rows_by_hand(make_run) -> None:
     assert row["mean validation score"] == pytest.approx(sum(last) / len(last))
 
 
-def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(make_run, tmp_path: Path) -> None:
+def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(make_run, tmp_path) -> None:
     assert row_of(make_run())["rounds"] == "complete"
     broken = unfinished(make_run("broken"))
     (broken / "metrics.jsonl").write_text("{\n")

@@ -8,7 +8,7 @@ from atlas_fl.report.html.write import is_page, write_report
 
 
 @pytest.mark.slow
-def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys) -> None:
     run = make_run(tasks=1, clients_per_task=2, rounds=1)
     assert main(["report", str(run)]) == 0
     written = capsys.readouterr().out.split()
@@ -17,7 +17,7 @@ def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys: p
     assert is_page(run / "report.html")
 
 
-def test_several_runs_have_one_page_beside_them(make_federation, tmp_path: Path) -> None:
+def test_several_runs_have_one_page_beside_them(make_federation, tmp_path) -> None:
     make_federation(2, seeds=(1,))
     runs = sorted(str(path.parent) for path in tmp_path.glob("*/summary.json"))
     assert main(["report", *runs, "--page-only", "--control", "local"]) == 0
@@ -25,7 +25,7 @@ def test_several_runs_have_one_page_beside_them(make_federation, tmp_path: Path)
     assert not any((Path(run) / name).exists() for run in runs for name in ("figures", "report.html"))
 
 
-def test_a_file_of_somebody_else_is_kept(make_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_somebody_else_is_kept(make_run, tmp_path, capsys) -> None:
     run = make_run(tasks=1, clients_per_task=1, rounds=1)
     (run / "report.html").write_text("my own notes")
     write_report([run])
@@ -37,7 +37,7 @@ def test_a_file_of_somebody_else_is_kept(make_run, tmp_path: Path, capsys: pytes
     assert "was not written by this command" in capsys.readouterr().err
 
 
-def test_a_page_is_written_anew_and_where_it_is_wanted(make_run, tmp_path: Path) -> None:
+def test_a_page_is_written_anew_and_where_it_is_wanted(make_run, tmp_path) -> None:
     run, to = make_run(tasks=1, clients_per_task=1, rounds=1), tmp_path / "page.html"
     for _ in range(2):
         assert main(["report", str(run), "--page-only", "--to", str(to)]) == 0
@@ -46,7 +46,7 @@ def test_a_page_is_written_anew_and_where_it_is_wanted(make_run, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_one_line(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no run is named"):
         write_report([])
     with pytest.raises(CheckpointError, match="not a run folder"):

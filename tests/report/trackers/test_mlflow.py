@@ -72,7 +72,7 @@ class Client:
         self.status.append(f"{run} {status}")
 
 
-def test_two_sessions_are_one_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_sessions_are_one_run(monkeypatch, tmp_path) -> None:
     client = Client()
     entities = SimpleNamespace(Metric=lambda *parts: parts, Param=lambda *parts: parts)
     module = SimpleNamespace(MlflowClient=lambda: client, entities=entities)
@@ -86,7 +86,7 @@ def test_two_sessions_are_one_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert client.metrics == numbers | summary
 
 
-def test_what_a_database_keeps_is_what_the_rounds_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_database_keeps_is_what_the_rounds_brought(monkeypatch, tmp_path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setattr(mlflow, "MlflowClient", lambda: mlflow.client.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"))

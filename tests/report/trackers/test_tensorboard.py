@@ -1,7 +1,5 @@
 """What TensorBoard reads of a run, by its own reader."""
 
-from pathlib import Path
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from atlas_fl.config import Config
@@ -15,7 +13,7 @@ def round_finished(number: int, *, loss: float) -> RoundFinished:
     return RoundFinished(round=number, rounds=3, scores={}, loss=loss, seconds=1.0, bytes=8, rows=ROWS)
 
 
-def test_a_run_that_goes_on_is_one_run_and_its_rounds_count_once(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_one_run_and_its_rounds_count_once(tmp_path) -> None:
     told = list[Event]()
     for first, loss in ((1, 0.5), (2, 0.25)):  # killed in round 3, and resumed where its checkpoint is
         with track_run([TensorBoardTracker(str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append) as logging:

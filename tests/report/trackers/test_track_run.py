@@ -61,7 +61,7 @@ def test_numbers_of_a_summary_are_those_over_all_clients() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_package_nothing_begins(package: str, monkeypatch, tmp_path) -> None:
     real, module = builtins.__import__, {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -99,7 +99,7 @@ def RUN(folder: Path) -> tuple[Config, Path, Callable[[Event], None]]:  # noqa: 
         *(("trackio", place, "the name of a project has letters") for place in ("", "a/b", "../up", "a" * 101)),
     ],
 )
-def test_a_name_that_a_tracker_does_not_take_is_one_line(name: str, place: str, allowed: str, tmp_path: Path) -> None:
+def test_a_name_that_a_tracker_does_not_take_is_one_line(name: str, place: str, allowed: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=allowed), track_run([tracker_of(name, place)], *RUN(tmp_path)):
         pytest.fail("it began")
 
@@ -137,7 +137,7 @@ EVENTS = (PhaseStarted("warm-up"), PhaseStarted("round 2"), ROUND, PhaseStarted(
 
 
 @pytest.mark.parametrize("failing", ["begin", "log", "log_summary", "finish"])
-def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(failing: str, tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(failing: str, tmp_path) -> None:
     broken, whole, told = Told(failing=failing), Told(), list[Event]()
     with track_run([broken, whole], Config(), tmp_path, told.append) as logging:
         for event in EVENTS:
@@ -156,7 +156,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(faili
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_that_breaks_or_of_which_only_a_folder_is_left_is_one_line(
-    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    package: str, monkeypatch, tmp_path
 ) -> None:
     tracker, flag = tracker_of(package, "p" if package != "tensorboard" else str(tmp_path)), f"--tracker {package}"
     module = {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
@@ -188,7 +188,7 @@ class Slow(Told):
         self.go.wait(30)
 
 
-def test_what_waits_behind_a_failure_is_not_sent(tmp_path: Path) -> None:
+def test_what_waits_behind_a_failure_is_not_sent(tmp_path) -> None:
     class Blocked(Told):
         def begin(self, run: TrackedRun) -> None:
             waiting.wait(30)
@@ -202,9 +202,7 @@ def test_what_waits_behind_a_failure_is_not_sent(tmp_path: Path) -> None:
     assert [name for name, _ in tracker.calls] == ["check", "begin"]
 
 
-def test_the_end_of_a_run_waits_for_a_slow_tracker_for_a_while_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_end_of_a_run_waits_for_a_slow_tracker_for_a_while_only(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(tracking, "PATIENCE", 0.2)
     slow, whole, told = Slow(), Told(), list[Event]()
     with track_run([slow, whole], Config(), tmp_path, told.append) as logging:
@@ -216,7 +214,7 @@ def test_the_end_of_a_run_waits_for_a_slow_tracker_for_a_while_only(
     slow.go.set()
 
 
-def test_an_error_without_words_and_one_that_cannot_say_them_are_told(tmp_path: Path) -> None:
+def test_an_error_without_words_and_one_that_cannot_say_them_are_told(tmp_path) -> None:
     class Wordless(Told):
         def begin(self, run: TrackedRun) -> None:
             super().begin(run)
@@ -233,7 +231,7 @@ def test_an_error_without_words_and_one_that_cannot_say_them_are_told(tmp_path: 
     assert "Mute" in note.text and "\n" not in note.text
 
 
-def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_marked_as_failed(tmp_path) -> None:
     tracker = Told()
     with pytest.raises(OSError, match="disk"), track_run([tracker], *RUN(tmp_path)) as logging:
         logging.tell(PhaseStarted("round 1"))
@@ -241,7 +239,7 @@ def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:
     assert tracker.calls[-1] == ("finish", True)
 
 
-def test_a_run_that_is_complete_already_begins_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_complete_already_begins_nothing(tmp_path) -> None:
     tracker = Told()
     with track_run([tracker], *RUN(tmp_path)) as logging:
         logging.summary({"a": 1})

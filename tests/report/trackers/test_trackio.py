@@ -26,7 +26,7 @@ def track(folder: Path) -> None:
     assert not any(isinstance(event, Note) for event in told)
 
 
-def test_a_run_that_goes_on_is_the_one_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_the_one_of_its_name(monkeypatch, tmp_path) -> None:
     calls = list[Any]()
 
     def init(**options: Any) -> Any:
@@ -43,7 +43,7 @@ def test_a_run_that_goes_on_is_the_one_of_its_name(monkeypatch: pytest.MonkeyPat
     assert logged == [(numbers_of(ROUND), 3), ({"summary/overall/final/test/accuracy": 0.625}, 3), "end"]
 
 
-def test_what_its_database_keeps_is_what_the_round_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_its_database_keeps_is_what_the_round_brought(monkeypatch, tmp_path) -> None:
     trackio = pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
     monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")

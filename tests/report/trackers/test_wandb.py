@@ -38,7 +38,7 @@ def items(parts: Any) -> dict[str, Any]:
     return {part.key or "/".join(part.nested_key): json.loads(part.value_json) for part in parts}
 
 
-def test_what_is_logged_offline_is_what_the_rounds_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_logged_offline_is_what_the_rounds_brought(monkeypatch, tmp_path) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     summary, found = {"overall": {"final": {"test": {"accuracy": 0.625}}}}, []
