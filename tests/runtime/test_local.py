@@ -15,9 +15,7 @@ def jobs_of(names: Mapping[str, object]) -> list[Job]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 100, 10_000])
-def test_a_pack_holds_the_tokens_that_it_may_on_average_and_no_job_is_lost(
-    tiny_of, site_of, spec_of, max_tokens: int
-) -> None:
+def test_a_pack_holds_the_tokens_that_it_may_on_average_and_no_job_is_lost(tiny_of, site_of, spec_of, max_tokens):
     names = [f"a-{i}" for i in range(7)]
     site = site_of(tiny_of("bert"), *(spec_of(name=name) for name in names), max_tokens=max_tokens)
     jobs = jobs_of(dict.fromkeys(names, TRAIN))

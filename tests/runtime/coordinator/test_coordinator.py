@@ -14,11 +14,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params
-from atlas_fl.runtime.coordinator.client_registry import (
-    ANSWERS_UNTIL_FORGIVEN,
-    MAX_REFUSALS,
-    ClientProxy,
-)
+from atlas_fl.runtime.coordinator.client_registry import ANSWERS_UNTIL_FORGIVEN, MAX_REFUSALS, ClientProxy
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
 from atlas_fl.runtime.protocol.client_metadata import labels_of_task, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity, read_job, update_message
@@ -60,7 +56,7 @@ def played(names: Sequence[str] = NAMES, **how: Any) -> Callable[[Callable[..., 
 
         functools.update_wrapper(test, script)
         asked = [own[name] for name in own if name not in ("manager", "notes")]
-        test.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(asked)
         return test
 
     return decorate
@@ -102,9 +98,7 @@ async def register(manager: ClientManager, name: str, **changes: Any) -> "asynci
 
 
 @played()
-async def test_jobs_go_to_their_clients_and_updates_come_back_in_order(
-    manager: ClientManager, notes: list[str]
-) -> None:
+async def test_jobs_go_to_their_clients_and_updates_come_back_in_order(manager, notes) -> None:
     asked = [await register(manager, name) for name in NAMES]
     assert await manager.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
     done: list[int] = []
@@ -122,9 +116,7 @@ async def test_jobs_go_to_their_clients_and_updates_come_back_in_order(
 
 
 @played()
-async def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice(
-    manager: ClientManager, notes: list[str]
-) -> None:
+async def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice(manager, notes):
     first = await register(manager, "site-1")
     await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
     work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
@@ -206,9 +198,7 @@ MORE: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("first", THREE)
 @played(THREE)
-async def test_the_labels_of_a_task_are_those_of_most_of_its_clients_whoever_comes_first(
-    manager: ClientManager, notes: list[str], first: str
-) -> None:
+async def test_the_labels_of_a_task_are_those_of_most_of_its_clients_whoever_comes_first(manager, notes, first) -> None:
     order = sorted(THREE, key=lambda name: name != first)
     asked = {name: await register(manager, name, **(OTHER if name == "site-1" else {})) for name in order}
     assert await manager.wait_for_clients(THREE, min_clients=2, seconds=0.2) == ("site-2", "site-3")
@@ -240,17 +230,13 @@ async def test_of_two_clients_that_disagree_the_one_that_is_listed_first_stays(m
 
 
 @played(THREE, task_labels={"movie": labels_of_task(TASKS["movie"])})
-async def test_the_labels_of_a_task_that_the_server_knows_are_fixed_for_the_first_one_too(
-    manager: ClientManager,
-) -> None:
+async def test_the_labels_of_a_task_that_the_server_knows_are_fixed_for_the_first_one_too(manager) -> None:
     with pytest.raises(ProtocolError, match=r"site-1 has labels \(secret, other\)"):
         await (await register(manager, "site-1", **OTHER))
 
 
 @played(THREE)
-async def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_with_their_data(
-    manager: ClientManager,
-) -> None:
+async def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_with_their_data(manager) -> None:
     manager.known = {name: read_metadata(CENSUS) for name in ("site-2", "site-3")}
     with pytest.raises(ProtocolError, match="site-1 has labels"):
         await (await register(manager, "site-1", **OTHER))
@@ -310,9 +296,7 @@ async def test_the_line_that_ends_waiting_says_who_was_refused_and_why(manager: 
 
 
 @played()
-async def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it(
-    manager: ClientManager, notes: list[str]
-) -> None:
+async def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it(manager, notes) -> None:
     for _again in range(3):
         manager.on_refused("site-1", "labels (\x1b[2J, good) are others")
     manager.on_refused("stranger", "client 'stranger' is not listed")
@@ -325,9 +309,7 @@ async def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it(
 
 
 @played()
-async def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named(
-    manager: ClientManager, notes: list[str]
-) -> None:
+async def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named(manager, notes) -> None:
     await register(manager, "site-1")
     with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
         await manager.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
@@ -340,9 +322,7 @@ async def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_i
 
 
 @played()
-async def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another(
-    manager: ClientManager, notes: list[str]
-) -> None:
+async def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another(manager, notes) -> None:
     manager.accepts_late = True
     await register(manager, "site-1")
     await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)

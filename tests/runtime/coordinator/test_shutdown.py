@@ -18,9 +18,7 @@ async def say_kept(manager: ClientManager, name: str, sha256: object) -> Any:
 
 
 @played()
-async def test_who_is_awaited_gets_its_model_when_it_comes_and_is_known_to_have_it_when_it_says_so(
-    manager: ClientManager,
-) -> None:
+async def test_who_is_awaited_gets_its_model_when_it_comes_and_is_known_to_have_it_when_it_says_so(manager) -> None:
     kept: list[str] = []
     manager.on_model_saved = kept.append
     first = await register(manager, "site-1")
@@ -63,9 +61,7 @@ async def test_who_was_killed_after_it_wrote_its_model_says_so_without_registeri
 
 
 @played()
-async def test_a_server_in_mid_run_knows_of_no_model_that_is_kept(
-    manager: ClientManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_in_mid_run_knows_of_no_model_that_is_kept(manager, monkeypatch) -> None:
     monkeypatch.setattr(coordinator, "CONFIRM_SECONDS", 0.02)
     manager.on_presence("site-1", True)
     assert await say_kept(manager, "site-1", None) == ({"kind": "another"}, {})

@@ -308,9 +308,7 @@ def test_nothing_is_writable_or_a_key_readable_by_others_whatever_the_umask(tmp_
         (["localhost"], ["a"], 0, "--days is 0; allowed: 1 to 3650"),
     ],
 )
-def test_mistakes_are_told_and_leave_nothing(
-    servers: list[str], clients: list[str], days: int, message: str, tmp_path: Path
-) -> None:
+def test_mistakes_are_told_and_leave_nothing(servers, clients, days, message, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         make_certs(tmp_path / "certs", servers=servers, clients=clients, days=days)
     assert not (tmp_path / "certs").exists()

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -58,9 +57,7 @@ def served(folder: Path) -> Iterator[tuple[Echo, int]]:
 
 
 @pytest.mark.parametrize("name", ["expired", "early", "foreign", "forged"])
-def test_a_site_whose_certificate_does_not_hold_is_refused_and_does_not_try_again(
-    folder: Path, served: tuple[Echo, int], proxies: Any, name: str
-) -> None:
+def test_a_site_whose_certificate_does_not_hold_is_refused_and_does_not_try_again(folder, served, proxies, name):
     echo, port = served
     proxy, notes = proxies(port), list[str]()
     expected = f"the server at localhost:{proxy.port} refuses the certificate {folder / 'fed' / name / 'cert.pem'} "
@@ -75,9 +72,7 @@ def test_a_site_whose_certificate_does_not_hold_is_refused_and_does_not_try_agai
 
 
 @pytest.mark.parametrize("name", ["expired", "early", "foreign", "forged"])
-def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(
-    folder: Path, served: tuple[Echo, int], name: str
-) -> None:
+def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(folder, served, name) -> None:
     """A gRPC client of its own, without the probe that tells a site why: it gets no stream."""
     echo, port = served
 
@@ -97,9 +92,7 @@ def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(
 @pytest.mark.parametrize(
     ("begin", "reason"), [(THEN, "certificate has expired"), (LATER, "certificate is not yet valid")]
 )
-def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(
-    tmp_path: Path, begin: datetime, reason: str
-) -> None:
+def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(tmp_path, begin, reason) -> None:
     fed = tmp_path / "fed"
     make_certs(fed, servers=["localhost"], clients=["site-1"], days=2, now=begin)
     notes = list[str]()

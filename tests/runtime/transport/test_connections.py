@@ -77,9 +77,7 @@ def _is_ended(end: socket.socket) -> bool:
         return False
 
 
-def test_a_limit_that_is_too_small_for_the_sites_is_told_with_the_one_that_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_limit_that_is_too_small_for_the_sites_is_told_with_the_one_that_is_not(monkeypatch) -> None:
     monkeypatch.setattr(connections, "raise_descriptor_limit", lambda: 1024)
     assert descriptors_note(128) == ""
     note = descriptors_note(129)

@@ -135,9 +135,7 @@ def test_messages_of_many_pieces_come_back_as_they_went(certs_folder: Path) -> N
             assert torch.equal(found["x"], tensors["x"])
 
 
-def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(
-    certs_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(certs_folder, monkeypatch) -> None:
     monkeypatch.setattr("atlas_fl.runtime.transport.sessions.FRAME_LIMIT", CHUNK)
     with serving(Echo(limit=8 * CHUNK), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
         far.answer_limit = 8 * CHUNK
@@ -280,9 +278,7 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folde
 
 
 @pytest.mark.slow
-def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(
-    certs_folder: Path, proxies: Any
-) -> None:
+def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(certs_folder, proxies):
     certs, echo = open_certs(certs_folder / "site-1"), Echo()
     with serving(echo, certs_folder, limits=QUICK) as port:
         proxy = proxies(port)
