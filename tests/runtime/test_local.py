@@ -36,9 +36,6 @@ def test_a_fingerprint_counts_both_halves_and_an_evaluation_bounds_itself(tiny_o
     # five tokens an example: 4 examples each are 40 tokens together, both halves of both 80
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, TRAIN)), site)] == [2]
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, sketched)), site)] == [1, 1]
+    assert list(packs([], site)) == []
     scored = EvaluateOptions(split="test")
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, scored)), site)] == [2]
-
-
-def test_no_jobs_make_no_packs(tiny_of, site_of, spec_of) -> None:
-    assert list(packs([], site_of(tiny_of("bert"), spec_of(name="a-0")))) == []

@@ -84,12 +84,7 @@ def test_a_frame_that_announces_a_gigabyte_takes_memory_for_what_has_come() -> N
 
 
 def test_a_frame_has_no_copy_of_its_tensors_and_is_read_as_it_was_written() -> None:
-    tensors = {
-        "a": torch.randn(4 * CHUNK),
-        "b": torch.tensor(3),
-        "c": torch.zeros(0, 4),
-        "d": torch.randn(3).bfloat16(),
-    }
+    tensors = {"a": torch.randn(4 * CHUNK), "b": torch.tensor(3), "c": torch.zeros(0, 4), "d": torch.ones(3).bfloat16()}
     tracemalloc.start()
     try:
         frame = make_frame({"k": 1}, tensors)
