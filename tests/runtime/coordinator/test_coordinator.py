@@ -97,6 +97,21 @@ async def register(manager: ClientManager, name: str, **changes: Any) -> "asynci
     return ask(manager, name, {**CENSUS, **changes})
 
 
+async def begun(manager: ClientManager) -> "asyncio.Task[Any]":
+    """What site-1 is told next, with which alone the run has begun."""
+    asked = await register(manager, "site-1")
+    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    return asked
+
+
+async def train(manager: ClientManager, name: str, asked: "asyncio.Task[Any]") -> Any:
+    """The update of a client that answers, in `asked`, the job that it is given."""
+    work = asyncio.create_task(manager.run_jobs("train", [job(name)], seconds=60, on_done=id))
+    head, _ = await asked
+    ask(manager, name, *result(head, name, 1.0))
+    return (await work)[0]
+
+
 @played()
 async def test_jobs_go_to_their_clients_and_updates_come_back_in_order(manager, notes) -> None:
     asked = [await register(manager, name) for name in NAMES]
@@ -117,8 +132,7 @@ async def test_jobs_go_to_their_clients_and_updates_come_back_in_order(manager, 
 
 @played()
 async def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice(manager, notes):
-    first = await register(manager, "site-1")
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    first = await begun(manager)
     work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
     head, _ = await first
     manager.on_presence("site-1", False)
@@ -137,8 +151,7 @@ async def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is
 
 @played()
 async def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back(manager: ClientManager) -> None:
-    first = await register(manager, "site-1")
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    first = await begun(manager)
     first.cancel()
     manager.on_presence("site-1", False)
     answers = [
@@ -146,10 +159,7 @@ async def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back(m
     ]
     assert answers == ["no answer within 0.05 seconds", "it has been away since it let a deadline pass"]
     task = await register(manager, "site-1")
-    work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
-    head, _ = await task
-    ask(manager, "site-1", *result(head, "site-1", 1.0))
-    assert isinstance((await work)[0], Update)
+    assert isinstance(await train(manager, "site-1", task), Update)
 
 
 @played()
@@ -180,8 +190,7 @@ async def test_a_job_that_fails_is_told(manager: ClientManager) -> None:
 )
 @played()
 async def test_what_does_not_fit_is_refused(manager: ClientManager, changes: dict[str, Any], message: str) -> None:
-    await register(manager, "site-1", part=0)
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    await begun(manager)
     with pytest.raises(ProtocolError, match=message):
         await (await register(manager, "site-2", **changes))
 
@@ -247,12 +256,8 @@ async def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_ba
 
 @played(THREE, accepts_late=True)
 async def test_newcomers_of_a_task_that_nobody_has_do_not_fix_its_labels_one_by_one(manager: ClientManager) -> None:
-    asked = [await register(manager, "site-1")]
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-    asked += [
-        await register(manager, "site-3", task="mine", **OTHER),
-        await register(manager, "site-2", task="mine"),
-    ]
+    asked = [await begun(manager)]
+    asked += [await register(manager, "site-3", task="mine", **OTHER), await register(manager, "site-2", task="mine")]
     await asyncio.sleep(0.01)
     assert [client.name for client in await late_clients(manager)] == ["site-2"]
     with pytest.raises(ProtocolError, match="site-3 has labels"):
@@ -269,8 +274,7 @@ async def test_under_a_mask_most_clients_fix_the_number_of_classes(manager: Clie
 
 @played(THREE, accepts_late=True, one_head=True)
 async def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_others(manager: ClientManager) -> None:
-    asked = [await register(manager, "site-1")]
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    asked = [await begun(manager)]
     asked += [await register(manager, name, **MORE) for name in ("site-2", "site-3")]
     await asyncio.sleep(0.01)
     assert await late_clients(manager) == ()
@@ -324,8 +328,7 @@ async def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_i
 @played()
 async def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another(manager, notes) -> None:
     manager.accepts_late = True
-    await register(manager, "site-1")
-    await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    await begun(manager)
     assert await late_clients(manager) == ()
     late = await register(manager, "site-2")
     await asyncio.sleep(0)
@@ -344,10 +347,7 @@ async def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_aga
     assert client.device is not None and client.device.name == "laptop_8gb"
     await accept_client(manager, "site-2")
     assert await late_clients(manager) == ()
-    work = asyncio.create_task(manager.run_jobs("train", [job("site-2")], seconds=60, on_done=id))
-    head, _ = await again
-    ask(manager, "site-2", *result(head, "site-2", 1.0))
-    assert isinstance((await work)[0], Update)
+    assert isinstance(await train(manager, "site-2", again), Update)
     with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
         await (await register(manager, "site-2", max_length=16))
 
@@ -471,8 +471,7 @@ def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_wi
 
     @played(clock=lambda: now[0])
     async def script(manager: ClientManager, notes: list[str]) -> None:
-        await register(manager, "site-1")
-        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        await begun(manager)
         notes.clear()
         for _ in range(100):
             manager.on_presence("site-1", False)
