@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -106,7 +106,7 @@ class Federation:
             on_final_model=lambda *_: None,
             policy=AcceptAll(),
         )
-        thread = threading.Thread(target=quietly(worker.run), daemon=True)
+        thread = threading.Thread(target=quietly, args=(worker.run,), daemon=True)
         self.running.append(thread)
         thread.start()
         return link
@@ -141,14 +141,9 @@ def home_of(site: Site, path: str, cut: Cut | None) -> SiteLoader:
     return lambda _, told: own if told is None else dataclasses.replace(own, max_tokens=told.tokens)
 
 
-def quietly(work: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            work()
-        except (KeyboardInterrupt, ProtocolError):
-            return
-
-    return run
+def quietly(work: Callable[[], object]) -> None:
+    with suppress(KeyboardInterrupt, ProtocolError):
+        work()
 
 
 @contextmanager
