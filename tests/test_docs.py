@@ -79,7 +79,7 @@ def names_of(path: Path) -> dict[str, ast.stmt]:
 
 def _named(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name, node) for alias in node.names)

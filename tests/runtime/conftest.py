@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,15 +77,7 @@ class Proxy:
 
 
 @pytest.fixture
-def proxies() -> Iterator[type[Proxy]]:
-    """The class of proxies; those made with it are closed at the end."""
-    made: list[Proxy] = []
-
-    class Own(Proxy):
-        def __init__(self, target: int) -> None:
-            super().__init__(target)
-            made.append(self)
-
-    yield Own
-    for proxy in made:
-        proxy.close()
+def proxies() -> Iterator[Callable[[int], Proxy]]:
+    """A maker of proxies, which are closed at the end."""
+    with contextlib.ExitStack() as made:
+        yield lambda target: made.enter_context(contextlib.closing(Proxy(target)))

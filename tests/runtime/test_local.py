@@ -15,9 +15,7 @@ def jobs_of(names: Mapping[str, object]) -> list[Job]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 100, 10_000])
-def test_a_pack_holds_the_tokens_that_it_may_on_average_and_no_job_is_lost(
-    tiny_of, site_of, spec_of, max_tokens: int
-) -> None:
+def test_a_pack_holds_the_tokens_that_it_may_on_average_and_no_job_is_lost(tiny_of, site_of, spec_of, max_tokens):
     names = [f"a-{i}" for i in range(7)]
     site = site_of(tiny_of("bert"), *(spec_of(name=name) for name in names), max_tokens=max_tokens)
     jobs = jobs_of(dict.fromkeys(names, TRAIN))
@@ -38,9 +36,6 @@ def test_a_fingerprint_counts_both_halves_and_an_evaluation_bounds_itself(tiny_o
     # five tokens an example: 4 examples each are 40 tokens together, both halves of both 80
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, TRAIN)), site)] == [2]
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, sketched)), site)] == [1, 1]
+    assert list(packs([], site)) == []
     scored = EvaluateOptions(split="test")
     assert [len(pack) for pack in packs(jobs_of(dict.fromkeys(names, scored)), site)] == [2]
-
-
-def test_no_jobs_make_no_packs(tiny_of, site_of, spec_of) -> None:
-    assert list(packs([], site_of(tiny_of("bert"), spec_of(name="a-0")))) == []

@@ -5,8 +5,10 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +44,15 @@ with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, fi
 """
 
 
+@contextmanager
+def workers_of(program: str, count: int = 1) -> Iterator[Any]:
+    with closing(SharedMemory()) as memory, worker_processes(count, program=program, files=(memory.file,)) as workers:
+        yield workers
+
+
 def test_frames_of_any_size_come_back_as_they_went() -> None:
     frames = [b"", b"a", os.urandom(3 * 2**20)]
-    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, files=(memory.file,)) as workers:
+    with workers_of(ECHO, 2) as workers:
         for worker in workers:
             assert worker.ask(list(frames)) == frames, "what is asked is used up"
             assert worker.ask([]) == []
@@ -59,14 +67,14 @@ def test_what_one_writes_to_the_memory_all_see() -> None:
 
 
 def test_ctrl_c_is_left_to_the_parent() -> None:
-    with closing(SharedMemory()) as memory, worker_processes(1, program=ECHO, files=(memory.file,)) as (worker,):
+    with workers_of(ECHO) as (worker,):
         worker.ask([b"it listens by now"])
         os.kill(worker.pid, signal.SIGINT)
         assert worker.ask([b"still here"]) == [b"still here"]
 
 
 def test_a_worker_that_is_killed_is_told_in_a_line() -> None:
-    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, files=(memory.file,)) as workers:
+    with workers_of(ECHO, 2) as workers:
         os.kill(workers[1].pid, signal.SIGKILL)
         with pytest.raises(ProtocolError, match=r"worker 2 of 2 \(process \d+\) was ended by SIGKILL; start the run"):
             workers[1].ask([b"anything"])
@@ -74,12 +82,8 @@ def test_a_worker_that_is_killed_is_told_in_a_line() -> None:
 
 
 def test_a_worker_that_fails_is_told_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    program = "raise RuntimeError('a fault of ours')"
-    with (
-        closing(SharedMemory()) as memory,
-        worker_processes(1, program=program, files=(memory.file,)) as (worker,),
-        pytest.raises(ProtocolError, match=r"worker 1 of 1 .* ended with exit code 1"),
-    ):
+    message = r"worker 1 of 1 .* ended with exit code 1"
+    with workers_of("raise RuntimeError('a fault of ours')") as (worker,), pytest.raises(ProtocolError, match=message):
         worker.ask([b"anything"])
     assert "a fault of ours" in capfd.readouterr().err
 

@@ -38,6 +38,15 @@ def site_and_job(tiny_of: Any, site_of: Any, spec_of: Any) -> tuple[Site, Job]:
     return site, Job(client="a-0", params=tiny.params(spec), round=1, options=TRAIN)
 
 
+def asked_of(site: Site, *asked: tuple[str, Sequence[Job]], max_bytes: int | None = None, **reported: Any) -> list[str]:
+    """The actions that an engine is left with of these that several runs ask for, one after another."""
+    engine, results = CountingEngine(**reported), ReusedResults()
+    with results.remember(**({} if max_bytes is None else {"max_bytes": max_bytes})):
+        for action, jobs in asked:
+            ReusingEngine(engine=engine, site=site, results=results).run(action, jobs)
+    return engine.asked
+
+
 def test_equal_jobs_are_computed_once_and_have_the_same_bits(site_and_job: tuple[Site, Job]) -> None:
     site, job = site_and_job
     engine, results = CountingEngine(site), ReusedResults()
@@ -69,33 +78,20 @@ def _another_weight(job: Job) -> Job:
 )
 def test_another_job_is_computed(site_and_job: tuple[Site, Job], other: Callable[[Job], Job], action: str) -> None:
     site, job = site_and_job
-    engine, results = CountingEngine(), ReusedResults()
-    reusing = ReusingEngine(engine=engine, site=site, results=results)
-    with results.remember():
-        reusing.run("train", [job])
-        reusing.run(action, [other(job)])
-    assert engine.asked == ["train", action]
+    assert asked_of(site, ("train", [job]), (action, [other(job)])) == ["train", action]
 
 
 def test_jobs_that_ran_with_others_are_not_those_that_ran_alone(tiny_of: Any, site_of: Any, spec_of: Any) -> None:
     tiny, specs = tiny_of("bert"), [spec_of(name="a-0", examples=9), spec_of(name="b-0", examples=5)]
-    site, results = site_of(tiny, *specs), ReusedResults()
     first, second = (Job(client=spec.name, params=tiny.params(spec), round=1, options=TRAIN) for spec in specs)
-    engine = CountingEngine()
-    with results.remember():
-        for jobs in ([first], [first, second], [second, first]):
-            ReusingEngine(engine=engine, site=site, results=results).run("train", jobs)
-    assert len(engine.asked) == 3
+    packs = ([first], [first, second], [second, first])
+    assert len(asked_of(site_of(tiny, *specs), *(("train", jobs) for jobs in packs))) == 3
 
 
 def test_a_model_with_a_cut_is_always_computed(site_and_job: tuple[Site, Job]) -> None:
     site, job = site_and_job
-    engine, results = CountingEngine(), ReusedResults()
     cut = dataclasses.replace(job, cut=Cut(blocks=1))
-    with results.remember():
-        for _ in range(2):
-            ReusingEngine(engine=engine, site=site, results=results).run("train", [cut])
-    assert engine.asked == ["train", "train"]
+    assert asked_of(site, *[("train", [cut])] * 2) == ["train", "train"]
 
 
 def test_the_key_of_a_site_follows_its_data_weights_and_limits(tiny_of: Any, site_of: Any, spec_of: Any) -> None:
@@ -131,8 +127,4 @@ def test_what_is_reported_beside_an_update_counts_in_the_size(site_and_job: tupl
     halves = {f"{half}/{key}": tensor for key, tensor in job.params.items() for half in (1, 2)}
     size = sum(tensor.nbytes for tensor in job.params.values())
     for max_bytes, times in ((3 * size, 1), (3 * size - 1, 2)):
-        engine, results = CountingEngine(halves=halves), ReusedResults()
-        with results.remember(max_bytes=max_bytes):
-            for _ in range(2):
-                ReusingEngine(engine=engine, site=site, results=results).run("train", [job])
-        assert len(engine.asked) == times
+        assert len(asked_of(site, *[("train", [job])] * 2, max_bytes=max_bytes, halves=halves)) == times

@@ -20,24 +20,14 @@ from atlas_fl.runtime.worker_pool import PoolEngine, WorkerLoop, init_workers
 TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
 
 
-class Late:
-    """Answers only when another one has."""
+class Ordered:
+    """Answers when it may, and tells that it has answered."""
 
-    def __init__(self, inner: WorkerLoop, other: threading.Event) -> None:
-        self.inner, self.other = inner, other
-
-    def ask(self, frames: list[bytes]) -> list[bytes]:
-        assert self.other.wait(60)
-        return self.inner.ask(frames)
-
-
-class Early:
-    """Tells that it has answered."""
-
-    def __init__(self, inner: WorkerLoop, done: threading.Event) -> None:
-        self.inner, self.done = inner, done
+    def __init__(self, inner: WorkerLoop, may: threading.Event, done: threading.Event) -> None:
+        self.inner, self.may, self.done = inner, may, done
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
+        assert self.may.wait(60)
         found = self.inner.ask(frames)
         self.done.set()
         return found
@@ -73,12 +63,12 @@ def jobs_of(site: Site, tiny: Any, spec_of: type[Any]) -> list[Job]:
 
 def test_updates_come_in_the_order_of_the_jobs_whoever_is_done_first(site: Site, tiny_of: Any, spec_of: Any) -> None:
     jobs = jobs_of(site, tiny_of("bert"), spec_of)
-    done, told = threading.Event(), list[tuple[str, int, int]]()
+    always, second, first, told = threading.Event(), threading.Event(), threading.Event(), list[tuple[str, int, int]]()
+    always.set()
     # the first pack goes to the first worker, which is the last to answer
-    workers = [Late(resident(site), done), Early(resident(site), done)]
+    workers = [Ordered(resident(site), second, first), Ordered(resident(site), always, second)]
     with ThreadPoolExecutor(2) as threads:
-        pool = PoolEngine(site=site, workers=workers, threads=threads, on_progress=lambda *step: told.append(step))
-        found = pool.run("train", jobs)
+        found = pool_of(site, workers, threads, lambda *step: told.append(step)).run("train", jobs)
     expected = LocalEngine(site=site).run("train", jobs)
     assert [update.client for update in found] == [job.client for job in jobs]
     assert [digest(update.params) for update in found] == [digest(update.params) for update in expected]
@@ -94,7 +84,7 @@ def test_what_a_worker_meets_is_raised_as_what_it_is(site: Site, tiny_of: Any, s
         with pytest.raises(ModelError, match="no such model"):
             init_workers([WorkerLoop(missing, lambda: None)], [{}], threads)
         jobs = jobs_of(site, tiny_of("bert"), spec_of)
-        pool = PoolEngine(site=site, workers=[resident(site)], threads=threads, on_progress=lambda *_: None)
+        pool = pool_of(site, [resident(site)], threads)
         with pytest.raises(ProtocolError, match="action is 'rm'; allowed: "):
             pool.run("rm", jobs)
         assert len(pool.run("train", jobs)) == 3, "and it goes on"

@@ -11,28 +11,14 @@ import torch
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.runtime.transport.sessions import PROTOCOL, Sessions
-from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY, NAMES, job, result
+from atlas_fl.runtime.transport.sessions import PROTOCOL
+from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY, NAMES, job, result, sessions_of
 from tests.runtime.transport.test_frames import hostile
 
 HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "model": "m"}
 ODD = (
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    1.5,
-    -1e300,
-    "",
-    "\x1b[2J",
-    "a" * 2000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"train": -1},
-    {"train": [1]},
+    *(None, True, 0, -1, 2**70, 1.5, -1e300, "", "\x1b[2J", "a" * 2000),
+    *([], {}, [[]], [None], {"train": -1}, {"train": [1]}),
 )
 KINDS = ("result", "failed", "cut", "hosted", "register", "unknown")
 
@@ -59,13 +45,7 @@ def odd_tensor(draw: random.Random) -> torch.Tensor:
 async def became(draw: random.Random, kind: str) -> str:
     """The fate of an altered message of this kind: taken as the job's end, refused, or without effect."""
     manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
-    sessions = Sessions(
-        answer=manager.answer,
-        admit=manager.handshake,
-        listed=lambda: dict.fromkeys(NAMES),
-        on_presence=manager.on_presence,
-        on_refused=manager.on_refused,
-    )
+    sessions = sessions_of(manager)
     session, _, _ = sessions.enter("site-1", encode_frame(HELLO, {}))
     first = asyncio.create_task(sessions.handle(session, encode_frame({"sequence": 1, "body": CENSUS}, {})))
     work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
@@ -102,12 +82,7 @@ def test_a_thousand_altered_greetings_are_answered_or_refused() -> None:
     draw, refused = random.Random(0), 0
     for _ in range(1_000):
         manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
-        sessions = Sessions(
-            answer=manager.answer,
-            admit=manager.handshake,
-            listed=lambda: dict.fromkeys(NAMES),
-            on_presence=manager.on_presence,
-        )
+        sessions = sessions_of(manager)
         try:
             sessions.enter(draw.choice([*NAMES, "stranger"]), encode_frame(altered(HELLO, draw), {}))
         except ProtocolError:

@@ -12,19 +12,8 @@ from atlas_fl.runtime.protocol.client_metadata import read_metadata, redacted_me
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
 from tests.runtime.coordinator.test_coordinator import CENSUS
-from tests.runtime.coordinator.test_split_server import (
-    CUTS,
-    Federation,
-    alone,
-    assert_same,
-    federation,
-    home_of,
-    left,
-    scored,
-)
-from tests.runtime.coordinator.test_split_server import (
-    clients as clients,
-)
+from tests.runtime.coordinator.test_split_server import CUTS, alone, assert_same, federation, home_of, scored
+from tests.runtime.coordinator.test_split_server import clients as clients
 
 
 def seated(jobs: Sequence[Job]) -> list[Job]:
@@ -46,8 +35,7 @@ def seated(jobs: Sequence[Job]) -> list[Job]:
 def test_guests_at_a_host_end_in_the_bits_of_a_simulation(clients) -> None:
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:
-        for name in CUTS:
-            fed.join(name)
+        fed.join_all()
         for action, asked in (("train", jobs), ("evaluate", scored(jobs)), ("train", jobs)):
             found = fed.engine.run(action, seated(asked))
             assert_same(found, alone(action, asked, site))
@@ -60,19 +48,6 @@ def three(jobs: Sequence[Job]) -> list[Job]:
     return [jobs[0], jobs[2], dataclasses.replace(jobs[3], cut=None)]
 
 
-def returns(fed: Federation, name: str, thread: threading.Thread, **how: Any) -> threading.Thread:
-    """Notices that this client has died, and starts it again."""
-
-    def comes_back() -> None:
-        thread.join(60)
-        fed.threads.wait(left(fed.sessions, fed.sessions.by_name[name]))
-        fed.join(name, **how)
-
-    back = threading.Thread(target=comes_back)
-    back.start()
-    return back
-
-
 @pytest.mark.parametrize("dies_at", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(clients, dies_at) -> None:
     """Its first answer is to the beginning; the server takes over, and the next job has a host again."""
@@ -80,7 +55,7 @@ def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(cli
     jobs = three(jobs)
     with federation(site, path, [job.client for job in jobs]) as fed:
         fed.join("c-0", kind="hosted", dies_at=dies_at)
-        back = returns(fed, "c-0", fed.running[0])
+        back = fed.come_back("c-0")
         fed.join("a-0")
         fed.join("d-0", home=home_of(site, path, None))
         found = fed.engine.run("train", seated(jobs))
@@ -94,13 +69,12 @@ def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(cli
         assert again.hosted.host == "c-0"
 
 
-@pytest.mark.parametrize("dies_at", [3])
-def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> None:
+def test_a_guest_that_dies_begins_again_at_its_host(clients) -> None:
     site, path, jobs = clients
     jobs = three(jobs)[:2]
     with federation(site, path, [job.client for job in jobs]) as fed:
-        fed.join("a-0", dies_at=dies_at)
-        back = returns(fed, "a-0", fed.running[0])
+        fed.join("a-0", dies_at=3)
+        back = fed.come_back("a-0")
         fed.join("c-0")
         found = fed.engine.run("train", seated(jobs))
         back.join(60)

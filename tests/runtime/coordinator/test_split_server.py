@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part
 from tests.client.split.test_measure import options_of
 from tests.laws.test_packs import HARD
-from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY
+from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY, sessions_of
 from tests.runtime.in_process import AcceptAll, InProcess
 
 CUTS = {"a-0": Cut(blocks=1), "b-0": Cut(blocks=2, head="client"), "c-0": None, "d-0": Cut(blocks=1, wire="int8")}
@@ -76,6 +76,22 @@ class Federation:
     told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """The registration of a client's data."""
 
+    def join_all(self) -> dict[str, Counting]:
+        return {name: self.join(name) for name in CUTS}
+
+    def come_back(self, name: str, **how: Any) -> threading.Thread:
+        """Start the client that joined last again, in a thread, once it has died."""
+        first = self.running[-1]
+
+        def comes_back() -> None:
+            first.join(60)
+            self.threads.wait(left(self.sessions, self.sessions.by_name[name]))
+            self.join(name, **how)
+
+        back = threading.Thread(target=comes_back)
+        back.start()
+        return back
+
     def join(self, name: str, home: SiteLoader | None = None, **how: Any) -> Counting:
         hello = {**vars(IDENTITY), "session": f"{name} {len(self.running)}"}
         link = Counting(inner=InProcess(self.sessions, self.threads.loop, name=name, hello=hello), **how)
@@ -90,7 +106,7 @@ class Federation:
             on_final_model=lambda *_: None,
             policy=AcceptAll(),
         )
-        thread = threading.Thread(target=quietly(worker.run), daemon=True)
+        thread = threading.Thread(target=quietly, args=(worker.run,), daemon=True)
         self.running.append(thread)
         thread.start()
         return link
@@ -125,26 +141,16 @@ def home_of(site: Site, path: str, cut: Cut | None) -> SiteLoader:
     return lambda _, told: own if told is None else dataclasses.replace(own, max_tokens=told.tokens)
 
 
-def quietly(work: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            work()
-        except (KeyboardInterrupt, ProtocolError):
-            return
-
-    return run
+def quietly(work: Callable[[], object]) -> None:
+    with suppress(KeyboardInterrupt, ProtocolError):
+        work()
 
 
 @contextmanager
 def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federation]:
     with LoopThread() as threads, SplitServer(site) as split_server:
         manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
-        sessions = Sessions(
-            answer=manager.answer,
-            admit=manager.handshake,
-            listed=lambda: dict.fromkeys(names),
-            on_presence=manager.on_presence,
-        )
+        sessions = sessions_of(manager, names)
         engine = RemoteEngine(
             manager=manager, bridge=threads, split_server=split_server, deadline_seconds=60, min_clients=len(names)
         )
@@ -199,8 +205,7 @@ def assert_same(found: Sequence[Update], expected: Sequence[Update]) -> None:
 def test_mixed_cuts_at_their_sites_end_in_the_bits_of_a_simulation(clients) -> None:
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:
-        for name in CUTS:
-            fed.join(name)
+        fed.join_all()
         for action, asked in (("train", jobs), ("evaluate", scored(jobs)), ("train", jobs)):
             assert_same(fed.engine.run(action, asked), alone(action, asked, site))
 
@@ -212,8 +217,7 @@ def test_what_a_plan_needs_is_measured_over_streams_as_in_a_simulation(clients, 
     action, options = what.partition(" ")[0], options_of(what)
     asked = [dataclasses.replace(job, round=0, options=options) for job in jobs]
     with federation(site, path, list(CUTS)) as fed:
-        for name in CUTS:
-            fed.join(name)
+        fed.join_all()
         assert_same(fed.engine.run(action, asked), alone(action, asked, site))
 
 
@@ -248,7 +252,7 @@ def test_the_ledger_counts_what_crossed_and_the_rest_of_a_frame_is_what_is_state
     """A frame is 24 bytes, its head and the list of its tensors, both padded to eight, and the payloads."""
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:
-        links = {name: fed.join(name) for name in CUTS}
+        links = fed.join_all()
         updates = fed.engine.run("train", jobs)
     for update in updates:
         counted: Counter[str] = Counter()
@@ -279,15 +283,7 @@ def test_a_client_that_dies_in_the_middle_begins_its_job_again(clients, dies_at:
     site, path, jobs = clients
     with federation(site, path, ["b-0"]) as fed:
         fed.join("b-0", dies_at=dies_at)
-
-        def comes_back() -> None:
-            fed.running[0].join(60)
-            (session,) = fed.sessions.by_name.values()
-            fed.threads.wait(left(fed.sessions, session))
-            fed.join("b-0")
-
-        back = threading.Thread(target=comes_back)
-        back.start()
+        back = fed.come_back("b-0")
         assert_same(fed.engine.run("train", jobs[1:2]), alone("train", jobs[1:2], site))
         back.join(60)
 
@@ -317,7 +313,6 @@ def test_those_who_ask_at_one_moment_share_a_pass(clients, monkeypatch) -> None:
 
 def test_a_client_whose_rows_cannot_be_is_refused_and_the_others_go_on(clients) -> None:
     site, path, jobs = clients
-
     other_data = dataclasses.replace(site, data={**site.data, "a-0": site.data["b-0"]})
     with federation(site, path, ["a-0", "d-0"]) as fed:
         fed.join("a-0", home=home_of(other_data, path, CUTS["a-0"]))

@@ -10,13 +10,8 @@ import pytest
 from atlas_fl.data.clients import ClientData, label_statistics, majority
 from atlas_fl.data.task import Rows, Task
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.protocol.client_metadata import (
-    MOST_EXAMPLES,
-    SPLITS,
-    metadata_of,
-    placeholder_client,
-    read_metadata,
-)
+from atlas_fl.runtime.protocol import client_metadata
+from atlas_fl.runtime.protocol.client_metadata import SPLITS, metadata_of, placeholder_client, read_metadata
 
 
 def client_of(name: str, task: Task, seed: int) -> ClientData:
@@ -121,7 +116,7 @@ def test_whatever_is_sent_as_a_census_crashes_nothing(told: Callable[[int], Any]
 def test_a_stand_in_takes_memory_for_examples_and_none_for_tokens(told: Callable[[int], Any]) -> None:
     """As many as a site may claim, 500 tokens each: 24 bytes an example and split."""
     _, _, data = told(3)
-    count = MOST_EXAMPLES
+    count = client_metadata.MOST_EXAMPLES
     data |= {"examples": dict.fromkeys(SPLITS, count), "lengths": {split: [[500, 0, count]] for split in SPLITS}}
     data |= {"labels": {split: [count, 0, 0] for split in SPLITS}}
     census = read_metadata(data)

@@ -18,9 +18,8 @@ UNIT = torch.zeros(8).index_fill(0, torch.tensor([3]), 1.0)
 
 
 def request(*, labels: bool, cut: Cut | None = None, metadata: Any = None) -> AnsweredRequest:
-    options = FingerprintOptions(
-        kind="fisher", sketch_dim=8, train=TrainOptions(seed=0), batches=2, steps=2, labels=labels
-    )
+    train = TrainOptions(seed=0)
+    options = FingerprintOptions(kind="fisher", sketch_dim=8, train=train, batches=2, steps=2, labels=labels)
     job = Job(client="a-0", params={}, round=0, options=options, cut=cut)
     return AnsweredRequest(action="fingerprint", job=job, metadata=metadata, num_layers=None)
 

@@ -157,6 +157,9 @@ def test_one_factor_goes_in_either_direction_and_both_to_who_missed_a_round() ->
     assert ends.answered(job, plus(mixed, A, TOP)).keys() == {A, TOP}
     later = plus(plus(mixed, A, TOP), A, B, TOP)  # two rounds went by
     assert ends.given("train", later, TURNS, round=5)[1] == {A, B, TOP}
+    ends.sender.forget()
+    ends.receiver.forget()
+    assert ends.given("train", plus(later, B), TURNS, round=6)[1] == {A, B, TOP}
 
 
 def test_class_means_go_with_every_job_that_has_some_and_reports_come_back() -> None:
@@ -166,21 +169,12 @@ def test_class_means_go_with_every_job_that_has_some_and_reports_come_back() -> 
         came, sent = ends.given("train", START, options, round=round, sent={"centroids": means})
         assert sent == names | {"sent/centroids/means", "sent/centroids/seen"}
         assert same(came.sent["centroids"], means)
-    update = Update(
-        client="site", params=plus(START, A), examples=5, metrics={}, reported={"x": {"counts": torch.ones(4)}}
-    )
+    reported = {"x": {"counts": torch.ones(4)}}
+    update = Update(client="site", params=plus(START, A), examples=5, metrics={}, reported=reported)
     head, tensors = decode_frame(encode_frame(*ends.receiver.update("train", update, came, number=1)))
     found = ends.sender.update("train", head, tensors, job=came)
     assert same(found.reported["x"], update.reported["x"]) and same(found.params, update.params)
     assert ends.given("train", START, options, round=3)[0].sent == {}
-
-
-def test_an_end_that_holds_nothing_is_sent_everything() -> None:
-    ends = Ends()
-    ends.given("train", START, TURNS)
-    ends.sender.forget()
-    ends.receiver.forget()
-    assert ends.given("train", plus(START, B), TURNS, round=2)[1] == {A, B, TOP}
 
 
 def test_a_tensor_that_does_not_train_and_comes_back_is_refused() -> None:

@@ -38,20 +38,17 @@ def draw(ranks: dict[str, int]) -> Params:
 OWNER = Owner(client="c", config="0123456789abcdef")
 
 
-def vault_in(folder: Path, *share: str, rounds: int = 2) -> PrivateParamStore:
-    return PrivateParamStore(
-        folder=folder / "kept",
-        owner=OWNER,
-        share=share,
-        names=lambda _: NAMES,
-        draw=draw,
-        scale=lambda rank: 1 / rank,
-        rounds=rounds,
-    )
+def vault_in(folder: Path, *share: str) -> PrivateParamStore:
+    how = {"names": lambda _: NAMES, "draw": draw, "scale": lambda rank: 1 / rank}
+    return PrivateParamStore(folder=folder / "kept", owner=OWNER, share=share, rounds=2, **how)
 
 
-def trained(params: Params, add: float) -> Params:
-    return {key: tensor + add for key, tensor in params.items()}
+def begun(ranks: dict[str, int], share: tuple[str, ...] = ("A",), sha256: str | None = None) -> Params:
+    """A model as the server has it: without the values of what is not shared."""
+    return with_placeholders(draw(ranks), unshared_keys(draw(ranks), share), sha256=sha256)
+
+
+ONES = {"a": 1, "b": 1}
 
 
 def private_of(model: Params) -> PrivateRef | None:
@@ -59,7 +56,7 @@ def private_of(model: Params) -> PrivateRef | None:
     return read_private(json.loads(json.dumps(model_message(model)[0])))
 
 
-def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
+def step(vault: PrivateParamStore, model: Params, *, round: int = 1, hash_loaded: bool = False):
     """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
     sender, receiver = Sender(), Receiver(store=vault)
     job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
@@ -67,18 +64,18 @@ def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float 
     _, at_site, _ = receiver.job(json.loads(json.dumps(head)), down, client="c")
     whole = at_site.params
     loaded = digest(whole) if hash_loaded else None
-    update = Update(client="c", params=trained(whole, add), examples=4, metrics={}, loaded=loaded, keys=len(whole))
+    trained = {key: tensor + 1 for key, tensor in whole.items()}
+    update = Update(client="c", params=trained, examples=4, metrics={}, loaded=loaded, keys=len(whole))
     answer, up = receiver.update("train", update, at_site, number=1)
     found = sender.update("train", json.loads(json.dumps(answer)), up, job=job)
     assert receiver.held["trained"].keys() == sender.held["trained"].keys()
-    return trained(whole, add), {**down, **up}, found
+    return trained, {**down, **up}, found
 
 
 @pytest.mark.parametrize("share", [("A",), ("B", "head"), ("head",), ("A", "B"), ("A", "head")])
 def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_path: Path, share) -> None:
-    start = draw({"a": 2, "b": 1})
-    own = unshared_keys(start, share)
-    model, vault = with_placeholders(start, own, sha256=None), vault_in(tmp_path, *share)
+    own = unshared_keys(draw({"a": 2, "b": 1}), share)
+    model, vault = begun({"a": 2, "b": 1}, share), vault_in(tmp_path, *share)
     for round in (1, 2, 3):
         before = dict(model)
         whole, sent, found = step(vault, model, round=round, hash_loaded=True)
@@ -102,11 +99,9 @@ def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_p
 def test_a_private_part_begins_drawn_and_grows_with_the_ranks_by_hand(tmp_path: Path) -> None:
     """B = (1, 1) of rank 1 at scale 1 is (2, 2), (0, 0) of rank 2 at scale 1/2; the head stays."""
     vault = vault_in(tmp_path, "A")
-    start = draw({"a": 1, "b": 1})
-    _, _, found = step(vault, with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))
+    _, _, found = step(vault, begun(ONES))
     assert found.params["a.lora_B"].shape == (0, 1)
-    larger = draw({"a": 2, "b": 1})
-    at_start = with_placeholders(larger, unshared_keys(larger, ("A",)), sha256=private_digest(found.params))
+    at_start = begun({"a": 2, "b": 1}, sha256=private_digest(found.params))
     whole = vault.whole(transmitted_params(at_start), private_of(at_start), cut=None, round=1)
     assert whole["a.lora_B"].tolist() == [[2.0, 0.0], [2.0, 0.0]]
     assert whole["b.lora_B"].tolist() == [[1.0], [1.0]]
@@ -114,8 +109,8 @@ def test_a_private_part_begins_drawn_and_grows_with_the_ranks_by_hand(tmp_path: 
 
 
 def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_nothing(tmp_path: Path) -> None:
-    vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
-    private = private_of(with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))
+    vault, start = vault_in(tmp_path, "A"), draw(ONES)
+    private = private_of(begun(ONES))
     job = Job(client="c", params=start, round=1, options=None)
     looked = Update(client="c", params={**start, "sketch": torch.ones(1)}, examples=0, metrics={})
     update, told = vault.split_private(looked, job, {}, private)
@@ -127,8 +122,7 @@ def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_
 
 
 def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Path) -> None:
-    start = draw({"a": 1, "b": 1})
-    model, names = with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), []
+    model, names = begun(ONES), []
     for round in range(1, 7):
         model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
         names.append(private_digest(model))
@@ -138,8 +132,8 @@ def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Pa
 
 
 def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> None:
-    vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
-    model = step(vault, with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))[2].params
+    vault = vault_in(tmp_path, "A")
+    model = step(vault, begun(ONES))[2].params
     (path,) = (tmp_path / "kept").glob("*.safetensors")
     content = path.read_bytes()
     for damage in (lambda: path.write_bytes(content[:-1] + b"x"), path.unlink):
@@ -151,27 +145,26 @@ def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> Non
 
 
 def test_only_what_is_not_shared_may_stay_away_and_only_digests_name_files(tmp_path: Path) -> None:
-    start = draw({"a": 1, "b": 1})
+    start = draw(ONES)
     own = unshared_keys(start, ("A",))
     lacking = with_placeholders(start, [*own, "a.lora_A"], sha256="ab" * 32)
     with pytest.raises(ProtocolError, match=r"a\.lora_A is \(1, 0\)"):
         check_update(expected_update(start | {PRIVATE: lacking[PRIVATE]}, lacking, ("A",)), lacking)
-    kept = with_placeholders(start, own, sha256="ab" * 32)
+    kept = begun(ONES, sha256="ab" * 32)
     check_update(expected_update(start | {PRIVATE: kept[PRIVATE]}, kept, ("A",)), kept)
     with pytest.raises(ProtocolError, match=r"head\.w is \(2,\)"):
         check_update(kept, {**start, PRIVATE: kept[PRIVATE]})
     with pytest.raises(ProtocolError, match=r"private\.sha256 is '\.\./\.\./other'; allowed: a SHA-256"):
         read_private({"private": {"sha256": "../../other", "ranks": []}})
     with pytest.raises(ProtocolError, match="ranks of 1 modules, 0 are here"):
-        vault_in(tmp_path, "A").whole(
-            transmitted_params(kept), read_private({"private": {"sha256": None, "ranks": [1]}}), cut=None, round=1
-        )
+        told = read_private({"private": {"sha256": None, "ranks": [1]}})
+        vault_in(tmp_path, "A").whole(transmitted_params(kept), told, cut=None, round=1)
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A folder with two versions, and what a write that was cut short has left."""
-    model = with_placeholders(draw({"a": 1, "b": 1}), unshared_keys(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    model = begun(ONES)
     for round in (1, 2):
         model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
     folder = tmp_path / "kept"
@@ -188,7 +181,7 @@ def test_the_newest_version_stays_where_the_server_names_an_older_one_at_the_end
     """Not even a round far beyond removes it; a server that names the newest, now or later, ends the run."""
     vault, newest = vault_in(tmp_path, "A"), newest_of(kept)
     (old,) = {path.stem for path in kept.glob("*.safetensors")} - {newest}
-    sent = {key: tensor for key, tensor in draw({"a": 1, "b": 1}).items() if key.endswith("lora_A")}
+    sent = {key: tensor for key, tensor in draw(ONES).items() if key.endswith("lora_A")}
     vault.whole(sent, PrivateRef(sha256=old, ranks=()), cut=None, round=10**9)
     for told in (PrivateRef(sha256=old, ranks=()), PrivateRef(sha256=None, ranks=()), None):
         vault.end(told)
@@ -222,14 +215,10 @@ def test_a_folder_that_no_vault_has_made_is_refused_and_left_as_it_is(tmp_path: 
 def test_the_vault_of_another_client_or_another_run_is_refused(kept: Path) -> None:
     check_store(kept, OWNER)
     check_store(kept)
-    for other, named in (
-        (Owner(client="d", config=OWNER.config), "d in 01234567"),
-        (Owner(client="c", config="fed"), "c in fed"),
-    ):
-        with pytest.raises(
-            ConfigError, match=f"holds what c does not share in .* 01234567, and this is {named}; name a new"
-        ):
-            check_store(kept, other)
+    for client, config, named in (("d", OWNER.config, "d in 01234567"), ("c", "fed", "c in fed")):
+        message = f"holds what c does not share in .* 01234567, and this is {named}; name a new"
+        with pytest.raises(ConfigError, match=message):
+            check_store(kept, Owner(client=client, config=config))
     (kept / "vault.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json"):
         check_store(kept, OWNER)
@@ -260,7 +249,6 @@ def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path
     victim.touch()
     mark = read_sealed(kept / "vault.json")
     write_sealed(kept / "vault.json", {**mark, "rounds": {f"../{victim.stem}": 0, **mark["rounds"]}})
-    start = draw({"a": 1, "b": 1})
-    step(vault_in(tmp_path, "A"), with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), round=9)
+    step(vault_in(tmp_path, "A"), begun(ONES), round=9)
     assert victim.exists()
     assert list(json.loads((kept / "vault.json").read_text())["rounds"]) == [newest_of(kept)]

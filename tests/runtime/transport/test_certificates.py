@@ -4,19 +4,16 @@ import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import Certs, make_certs, open_certs
-from atlas_fl.runtime.transport.client import Link
-from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import encode_frame
-from atlas_fl.runtime.transport.server import METHOD, SERVICE, Server
+from atlas_fl.runtime.transport.server import METHOD, SERVICE
 from atlas_fl.runtime.transport.sessions import PROTOCOL
-from tests.runtime.transport.test_stream import Echo
+from tests.runtime.transport.test_stream import Echo, link, serving
 
 NOW = datetime.now(UTC)
 THEN, LATER = NOW - timedelta(days=30), NOW + timedelta(days=5)
@@ -55,46 +52,27 @@ def shown_by(folder: Path, name: str) -> Certs:
 @pytest.fixture
 def served(folder: Path) -> Iterator[tuple[Echo, int]]:
     echo = Echo()
-    with LoopThread() as threads:
-        server = Server(echo.sessions(), open_certs(folder / "fed" / "server"), host="127.0.0.1", port=0)
-        try:
-            yield echo, threads.wait(server.start())
-        finally:
-            threads.wait(server.stop())
-
-
-def link(port: int, certs: Certs, notes: list[str]) -> Link:
-    return Link(
-        f"localhost:{port}",
-        certs,
-        hello=dict,
-        patience=PATIENCE,
-        first_patience=PATIENCE,
-        on_event=lambda event: notes.append(str(event)),
-    )
+    with serving(echo, folder / "fed") as port:
+        yield echo, port
 
 
 @pytest.mark.parametrize("name", ["expired", "early", "foreign", "forged"])
-def test_a_site_whose_certificate_does_not_hold_is_refused_and_does_not_try_again(
-    folder: Path, served: tuple[Echo, int], proxies: Any, name: str
-) -> None:
+def test_a_site_whose_certificate_does_not_hold_is_refused_and_does_not_try_again(folder, served, proxies, name):
     echo, port = served
     proxy, notes = proxies(port), list[str]()
     expected = f"the server at localhost:{proxy.port} refuses the certificate {folder / 'fed' / name / 'cert.pem'} "
     with pytest.raises(ProtocolError, match=expected) as caught:
-        link(proxy.port, shown_by(folder, name), notes).__enter__()
+        link(proxy.port, shown_by(folder, name), notes, wait=PATIENCE).__enter__()
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("ask for a new folder of `atlas certs make`")
     assert (proxy.links <= 2, notes, echo.presence) == (True, [], [])
     # and it is the certificate: another one of this folder is let in on the same way
-    with link(proxy.port, shown_by(folder, "site-1"), notes) as good:
+    with link(proxy.port, shown_by(folder, "site-1"), notes, wait=PATIENCE) as good:
         assert good.exchange({"n": 1})[0]["from"] == "site-1"
 
 
 @pytest.mark.parametrize("name", ["expired", "early", "foreign", "forged"])
-def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(
-    folder: Path, served: tuple[Echo, int], name: str
-) -> None:
+def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(folder, served, name) -> None:
     """A gRPC client of its own, without the probe that tells a site why: it gets no stream."""
     echo, port = served
 
@@ -114,27 +92,21 @@ def test_the_server_refuses_it_also_to_whoever_does_not_ask_first(
 @pytest.mark.parametrize(
     ("begin", "reason"), [(THEN, "certificate has expired"), (LATER, "certificate is not yet valid")]
 )
-def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(
-    tmp_path: Path, begin: datetime, reason: str
-) -> None:
+def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(tmp_path, begin, reason) -> None:
     fed = tmp_path / "fed"
     make_certs(fed, servers=["localhost"], clients=["site-1"], days=2, now=begin)
-    certs, notes = open_certs(fed / "server", now=begin), list[str]()
-    site = open_certs(fed / "site-1", now=begin)
-    with LoopThread() as threads:
-        server = Server(Echo().sessions(), certs, host="127.0.0.1", port=0)
-        port = threads.wait(server.start())
-        try:
-            with pytest.raises(ProtocolError, match=f"certificate of localhost:{port} is refused here: {reason}"):
-                link(port, site, notes).__enter__()
-        finally:
-            threads.wait(server.stop())
+    notes = list[str]()
+    with (
+        serving(Echo(), fed, now=begin) as port,
+        pytest.raises(ProtocolError, match=f"certificate of localhost:{port} is refused here: {reason}"),
+    ):
+        link(port, open_certs(fed / "site-1", now=begin), notes, wait=PATIENCE).__enter__()
     assert notes == []
 
 
 def test_a_server_of_another_authority_is_refused_by_a_site(folder: Path, served: tuple[Echo, int]) -> None:
     with pytest.raises(ProtocolError, match=f"certificate of localhost:{served[1]} is refused here"):
-        link(served[1], open_certs(folder / "other" / "foreign"), []).__enter__()
+        link(served[1], open_certs(folder / "other" / "foreign"), wait=PATIENCE).__enter__()
 
 
 @pytest.mark.parametrize("name", ["expired", "early"])

@@ -7,20 +7,12 @@ import pytest
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.transport import connections
-from atlas_fl.runtime.transport.connections import (
-    Peer,
-    Waiting,
-    descriptors_note,
-    most_connections,
-    most_waiting,
-    peer_of,
-    surplus,
-)
+from atlas_fl.runtime.transport.connections import Peer, Waiting, descriptors_note, peer_of, surplus
 
 
 def test_room_by_hand() -> None:
-    assert (most_connections(1024), most_waiting(1024)) == (512, 128)
-    assert (most_connections(2**20), most_waiting(2**20)) == (4096, 1024)
+    for files, room in ((1024, (512, 128)), (2**20, (4096, 1024))):
+        assert (connections.most_connections(files), connections.most_waiting(files)) == room
 
 
 def test_what_is_too_much_is_the_oldest_of_the_address_with_the_most() -> None:
@@ -77,9 +69,7 @@ def _is_ended(end: socket.socket) -> bool:
         return False
 
 
-def test_a_limit_that_is_too_small_for_the_sites_is_told_with_the_one_that_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_limit_that_is_too_small_for_the_sites_is_told_with_the_one_that_is_not(monkeypatch) -> None:
     monkeypatch.setattr(connections, "raise_descriptor_limit", lambda: 1024)
     assert descriptors_note(128) == ""
     note = descriptors_note(129)

@@ -62,9 +62,8 @@ def test_a_name_is_refused_for_twice_as_long_each_time_up_to_a_bound_and_begins_
     for seconds in (1, 2, 4, 5, 5):
         penalties.check("x")
         penalties.add("x")
-        with pytest.raises(
-            ProtocolError, match=rf"client 'x' sent a message .* refused for {seconds} seconds, {seconds} of"
-        ):
+        message = rf"client 'x' sent a message .* refused for {seconds} seconds, {seconds} of"
+        with pytest.raises(ProtocolError, match=message):
             penalties.check("x")
         penalties.check("y")
         now += seconds

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +71,41 @@ class Echo:
 
 
 @contextlib.contextmanager
-def serving(echo: Echo, certs: Path, *, port: int = 0, limits: Limits = LIMITS) -> Iterator[int]:
+def serving(
+    echo: Echo, folder: Path, *, port: int = 0, limits: Limits = LIMITS, now: datetime | None = None
+) -> Iterator[int]:
     with LoopThread() as threads:
-        certs_here = open_certs(certs / "server")
-        server = Server(echo.sessions(), certs_here, host="127.0.0.1", port=port, limits=limits)
+        certs = open_certs(folder / "server", now=now)
+        server = Server(echo.sessions(), certs, host="127.0.0.1", port=port, limits=limits)
         try:
             yield threads.wait(server.start())
         finally:
             threads.wait(server.stop())
 
 
-def link(port: int, certs: Certs, *, host: str = "localhost", notes: list[str] | None = None, **hello: Any) -> Link:
+def link(
+    port: int, certs: Certs, notes: list[str] | None = None, *, host: str = "localhost", wait: float = 1, **hello: Any
+) -> Link:
+    """A client that waits for the server's first answer for so many seconds, and writes its events in `notes`."""
+
+    def note(event: object) -> None:
+        if notes is not None:
+            notes.append(str(event))
+
     return Link(
-        f"{host}:{port}",
-        certs,
-        hello=lambda: hello,
-        patience=60,
-        first_patience=1,
-        on_event=lambda event: (notes if notes is not None else []).append(str(event)),
+        f"{host}:{port}", certs, hello=lambda: hello, patience=max(60, wait), first_patience=wait, on_event=note
     )
+
+
+@contextlib.contextmanager
+def proxied(
+    echo: Echo, certs: Path, proxies: Any, *, limits: Limits = LIMITS, **how: Any
+) -> Iterator[tuple[Any, Link]]:
+    """A server's proxy, and a client that reaches the server through it."""
+    with serving(echo, certs, limits=limits) as port:
+        proxy = proxies(port)
+        with link(proxy.port, open_certs(certs / "site-1"), **how) as far:
+            yield proxy, far
 
 
 def test_an_exchange_over_mutual_tls_and_in_process_is_the_same(certs_folder: Path) -> None:
@@ -118,14 +135,9 @@ def test_messages_of_many_pieces_come_back_as_they_went(certs_folder: Path) -> N
             assert torch.equal(found["x"], tensors["x"])
 
 
-def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(
-    certs_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(certs_folder, monkeypatch) -> None:
     monkeypatch.setattr("atlas_fl.runtime.transport.sessions.FRAME_LIMIT", CHUNK)
-    with (
-        serving(Echo(limit=8 * CHUNK), certs_folder) as port,
-        link(port, open_certs(certs_folder / "site-1")) as far,
-    ):
+    with serving(Echo(limit=8 * CHUNK), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
         far.answer_limit = 8 * CHUNK
         tensors = {"x": torch.randn(CHUNK)}
         assert torch.equal(far.exchange({}, tensors)[1]["x"], tensors["x"])
@@ -182,14 +194,12 @@ def test_a_refusal_is_told_and_the_stream_goes_on(certs_folder: Path) -> None:
 
 def test_a_link_that_is_cut_again_and_again_loses_and_repeats_nothing(certs_folder: Path, proxies: Any) -> None:
     echo, notes = Echo(), list[str]()
-    with serving(echo, certs_folder) as port:
-        proxy = proxies(port)
-        with link(proxy.port, open_certs(certs_folder / "site-1"), notes=notes) as far:
-            for n in range(12):
-                if n % 3 == 1:
-                    proxy.cut()
-                head, found = far.exchange({"n": n}, {"x": torch.full((1000,), float(n))})
-                assert (head["n"], float(found["x"][0])) == (n, n)
+    with proxied(echo, certs_folder, proxies, notes=notes) as (proxy, far):
+        for n in range(12):
+            if n % 3 == 1:
+                proxy.cut()
+            head, found = far.exchange({"n": n}, {"x": torch.full((1000,), float(n))})
+            assert (head["n"], float(found["x"][0])) == (n, n)
     assert echo.handled == [("site-1", n) for n in range(12)]
     assert any("lost" in note for note in notes)
     assert any("again" in note for note in notes)
@@ -198,8 +208,7 @@ def test_a_link_that_is_cut_again_and_again_loses_and_repeats_nothing(certs_fold
 def test_an_answer_that_is_being_worked_on_survives_its_stream(certs_folder: Path, proxies: Any) -> None:
     cut = threading.Event()
     echo = Echo(hold=lambda: not cut.is_set())
-    with serving(echo, certs_folder) as port:
-        proxy = proxies(port)
+    with proxied(echo, certs_folder, proxies) as (proxy, far):
 
         def cut_it() -> None:
             assert echo.begun.wait(60)
@@ -207,11 +216,10 @@ def test_an_answer_that_is_being_worked_on_survives_its_stream(certs_folder: Pat
             echo.wait_for(("site-1", True), ("site-1", False), ("site-1", True))
             cut.set()
 
-        with link(proxy.port, open_certs(certs_folder / "site-1")) as far:
-            cutter = threading.Thread(target=cut_it)
-            cutter.start()
-            assert far.exchange({"n": 0})[0]["n"] == 0
-            cutter.join()
+        cutter = threading.Thread(target=cut_it)
+        cutter.start()
+        assert far.exchange({"n": 0})[0]["n"] == 0
+        cutter.join()
     assert echo.handled == [("site-1", 0)]
 
 
@@ -270,9 +278,7 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folde
 
 
 @pytest.mark.slow
-def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(
-    certs_folder: Path, proxies: Any
-) -> None:
+def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(certs_folder, proxies):
     certs, echo = open_certs(certs_folder / "site-1"), Echo()
     with serving(echo, certs_folder, limits=QUICK) as port:
         proxy = proxies(port)
@@ -292,30 +298,26 @@ def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_livin
 
 def test_a_link_that_falls_silent_is_noticed_and_goes_on_when_it_is_back(certs_folder: Path, proxies: Any) -> None:
     echo = Echo()
-    with serving(echo, certs_folder, limits=QUICK) as port:
-        proxy = proxies(port)
-        with link(proxy.port, open_certs(certs_folder / "site-1")) as far:
-            assert far.exchange({"n": 0})[0]["n"] == 0
-            proxy.passing.clear()
-            echo.wait_for(("site-1", True), ("site-1", False))
-            proxy.passing.set()
-            assert far.exchange({"n": 1})[0]["n"] == 1
+    with proxied(echo, certs_folder, proxies, limits=QUICK) as (proxy, far):
+        assert far.exchange({"n": 0})[0]["n"] == 0
+        proxy.passing.clear()
+        echo.wait_for(("site-1", True), ("site-1", False))
+        proxy.passing.set()
+        assert far.exchange({"n": 1})[0]["n"] == 1
 
 
 def test_a_client_that_falls_silent_while_it_is_answered_is_noticed_too(certs_folder: Path, proxies: Any) -> None:
     over = threading.Event()
     echo = Echo(hold=lambda: not over.is_set())
-    with serving(echo, certs_folder, limits=QUICK) as port:
-        proxy = proxies(port)
-        with link(proxy.port, open_certs(certs_folder / "site-1")) as far:
-            asking = threading.Thread(target=far.exchange, args=({"n": 0},))
-            asking.start()
-            assert echo.begun.wait(60)
-            proxy.passing.clear()
-            echo.wait_for(("site-1", True), ("site-1", False))
-            proxy.passing.set()
-            over.set()
-            asking.join()
+    with proxied(echo, certs_folder, proxies, limits=QUICK) as (proxy, far):
+        asking = threading.Thread(target=far.exchange, args=({"n": 0},))
+        asking.start()
+        assert echo.begun.wait(60)
+        proxy.passing.clear()
+        echo.wait_for(("site-1", True), ("site-1", False))
+        proxy.passing.set()
+        over.set()
+        asking.join()
     assert echo.handled == [("site-1", 0)]
 
 
@@ -344,10 +346,7 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
 def test_a_certificate_for_another_name_is_refused_at_once(tmp_path: Path) -> None:
     make_certs(tmp_path / "fed", servers=["fed.example.org"], clients=["site-1"])
     message = r"is refused here: .*localhost.*`atlas certs make --server localhost`"
-    with (
-        serving(Echo(), tmp_path / "fed") as port,
-        pytest.raises(ProtocolError, match=message),
-    ):
+    with serving(Echo(), tmp_path / "fed") as port, pytest.raises(ProtocolError, match=message):
         link(port, open_certs(tmp_path / "fed" / "site-1")).__enter__()
 
 
@@ -388,13 +387,9 @@ def test_what_speaks_no_tls_is_told(certs_folder: Path) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536"])
 def test_what_is_no_address_is_told(address: str) -> None:
+    assert (split_address("fed.example.org:8470"), split_address("[::1]:1")) == (("fed.example.org", 8470), ("::1", 1))
     with pytest.raises(ConfigError, match="is no address of a server; write host:port"):
         split_address(address)
-
-
-def test_addresses_by_hand() -> None:
-    assert split_address("fed.example.org:8470") == ("fed.example.org", 8470)
-    assert split_address("[::1]:1") == ("::1", 1)
 
 
 def test_requests_out_of_order_are_refused() -> None:
