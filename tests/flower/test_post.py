@@ -164,15 +164,8 @@ def test_clients_are_in_the_order_that_people_count_in() -> None:
 
 
 def test_a_run_config_is_read_and_one_that_is_wrong_is_one_line() -> None:
-    values = {
-        "config": "fed.toml",
-        "address": "h:1",
-        "host": "",
-        "nodes": 2,
-        "min-clients": 0,
-        "wait": 5,
-        "deadline": 6,
-    }
+    places: dict[str, Any] = {"config": "fed.toml", "address": "h:1", "host": ""}
+    values = {**places, "nodes": 2, "min-clients": 0, "wait": 5, "deadline": 6}
     assert order_of(values).deadline == 6
     for wrong in ({"nodes": "two"}, {"config": None}):
         kept = {key: value for key, value in (values | wrong).items() if value is not None}
