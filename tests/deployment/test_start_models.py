@@ -140,14 +140,12 @@ def test_what_the_site_has_trained_itself_is_taken_whatever_it_has_come_to() -> 
 
 def test_a_start_that_stays_while_training_moves_it_comes_in_three_rounds_and_no_more() -> None:
     site = known()
-    for round in range(1, 6):
+    for round in range(1, SAME_STARTS + 1):
         jitter = {**FIRST, "q" + LORA_B: FIRST["q" + LORA_B] + (1e-7 * round if round > 1 else 0)}
-        if round > SAME_STARTS:
-            with pytest.raises(ProtocolError, match=f"train in round {round} is that of 3 rounds before"):
-                site.check("train", job(jitter, round))
-            break
         site.check("train", job(jitter, round))
         site.remember(job(jitter, round), trained(jitter))
+    with pytest.raises(ProtocolError, match=f"train in round {SAME_STARTS + 1} is that of 3 rounds before"):
+        site.check("train", job({**FIRST, "q" + LORA_B: FIRST["q" + LORA_B] + 1e-6}, SAME_STARTS + 1))
     moving, start = known(), FIRST
     for round in range(1, 8):
         moving.check("train", job(start, round))
@@ -157,16 +155,13 @@ def test_a_start_that_stays_while_training_moves_it_comes_in_three_rounds_and_no
 
 def test_a_round_has_few_models_because_each_is_another_look() -> None:
     """Two of each action and split; the last look of `--keep best` at validation is at one more."""
+    looks = [trained(FIRST, step=1e-3 * (1 + number)) for number in range(4)]
     for keep, split, most in (("mixed", "validation", 2), ("best", "validation", 3), ("best", "test", 2)):
         site = known(keep=keep)
         site.remember(job(FIRST, 1), trained(FIRST))
-        for number in range(most + 1):
-            look = replace(job(trained(FIRST, step=1e-3 * (1 + number)), 1), options=EvaluateOptions(split=split))  # type: ignore[arg-type]
-            if number == most:
-                with pytest.raises(
-                    ProtocolError, match=f"evaluate of round 1 with {most + 1} different models; allowed: {most}"
-                ):
-                    site.check("evaluate", look)
-                break
-            site.check("evaluate", look)
-            site.check("evaluate", look)
+        options = EvaluateOptions(split=split)  # type: ignore[arg-type]
+        for look in 2 * looks[:most]:
+            site.check("evaluate", replace(job(look, 1), options=options))
+        refused = f"evaluate of round 1 with {most + 1} different models; allowed: {most}"
+        with pytest.raises(ProtocolError, match=refused):
+            site.check("evaluate", replace(job(looks[most], 1), options=options))

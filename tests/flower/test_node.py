@@ -10,6 +10,8 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower.messages import Node, node_of, write_certs
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 
+GIVEN = {"task": "movie", "device": "cpu_2gb"}
+
 
 def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
     given = {"task": "mine=reviews.csv,text=note", "device": "cpu_2gb", "part": 1, "data-dir": "d", "patience": 5}
@@ -19,10 +21,9 @@ def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
 
 
 def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
-    given = {"task": "movie", "device": "cpu_2gb"}
-    node = node_of(given, node_id=7)
+    node = node_of(GIVEN, node_id=7)
     assert (node.allow, node.least_examples, node.config, node.private) == ((), 16, None, None)
-    own = node_of({**given, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
+    own = node_of({**GIVEN, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
     assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
 
 
@@ -31,21 +32,15 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
     [
         ({}, "--node-config of node 7 has no task; start its SuperNode as with 'name="),
         ({"task": "movie"}, "--node-config of node 7 has no device"),
-        (
-            {"task": "movie", "device": "cpu_2gb", "parts": 1},
-            "unknown key in --node-config: 'parts'; did you mean 'part'",
-        ),
-        ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
-        ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),
-        ({"task": "movie", "device": "cpu_2gb", "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
-        (
-            {"task": "movie", "device": "cpu_2gb", "allow": "cut all"},
-            "--allow has 'all'; allowed: cut, labels, hosting,",
-        ),
-        ({"task": "movie", "device": "cpu_2gb", "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
-        ({"task": "movie", "device": "cpu_2gb", "config": ""}, "config in --node-config is ''; it must be text"),
-        ({"task": "movie", "device": "cpu_2gb", "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),
-        ({"task": "movie", "device": "cpu_2gb", "patience": 0}, "patience in --node-config is 0; it must be a number"),
+        ({**GIVEN, "parts": 1}, "unknown key in --node-config: 'parts'; did you mean 'part'"),
+        ({**GIVEN, "part": True}, "part in --node-config is True; it must be a whole num"),
+        ({**GIVEN, "task": 3}, "task in --node-config is 3; it must be text"),
+        ({**GIVEN, "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
+        ({**GIVEN, "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hosting,"),
+        ({**GIVEN, "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
+        ({**GIVEN, "config": ""}, "config in --node-config is ''; it must be text"),
+        ({**GIVEN, "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),
+        ({**GIVEN, "patience": 0}, "patience in --node-config is 0; it must be a number"),
     ],
 )
 def test_a_config_that_is_wrong_is_one_line(config: dict[str, Any], message: str) -> None:

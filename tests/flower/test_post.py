@@ -95,12 +95,12 @@ def test_nodes_that_cannot_take_part_are_left_out_where_fewer_suffice() -> None:
     grid = Grid({7: "a", 8: Error(2, "has no task"), 9: "ca", 10: None})
     assert name_nodes(grid, count=4, seconds=0.05, min_clients=1, on_event=events.append) == {"a": 7}
     told = "\n".join(str(event) for event in events)
-    for line in (
+    lines = (
         "node 8 cannot take part: has no task",
         "client 'ca' cannot be a name",
         "node 10 cannot take part: no answer",
-    ):
-        assert f"begins without it: {line}" in told or line in told
+    )
+    assert [line for line in lines if line not in told] == []
     with pytest.raises(ProtocolError, match="node 8 cannot take part"):
         name_nodes(Grid({7: "a", 8: Error(2, "has no task")}), count=2, seconds=60, min_clients=2)
 
@@ -164,15 +164,8 @@ def test_clients_are_in_the_order_that_people_count_in() -> None:
 
 
 def test_a_run_config_is_read_and_one_that_is_wrong_is_one_line() -> None:
-    values = {
-        "config": "fed.toml",
-        "address": "h:1",
-        "host": "",
-        "nodes": 2,
-        "min-clients": 0,
-        "wait": 5,
-        "deadline": 6,
-    }
+    places: dict[str, Any] = {"config": "fed.toml", "address": "h:1", "host": ""}
+    values = {**places, "nodes": 2, "min-clients": 0, "wait": 5, "deadline": 6}
     assert order_of(values).deadline == 6
     for wrong in ({"nodes": "two"}, {"config": None}):
         kept = {key: value for key, value in (values | wrong).items() if value is not None}

@@ -15,7 +15,7 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.storage.tensors import read_tensors
 from tests.hostile import federation
-from tests.hostile.federation import SITES, federate
+from tests.hostile.federation import SITES, federate, secrets_folder
 
 VALUES = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.5, "head": "client", "dropout": 0.1, "rounds": 1}
 """Two sites are cut, with noise, and one is whole."""
@@ -28,6 +28,15 @@ def bits(folder: Path) -> list[str]:
 def bytes_of(head: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
     return b"\n".join([json.dumps([head, list(tensors)]).encode(), *flat])
+
+
+@pytest.mark.slow
+def test_a_federation_in_threads_ends_in_the_bits_of_a_simulation(config: Callable[..., Config]) -> None:
+    found = federate(config(name="served"))
+    assert (found.error, found.faults, found.refused) == (None, [], {})
+    assert found.models.keys() == set(SITES)
+    simulated = run_config(config(name="simulated", secrets=secrets_folder())).folder
+    assert bits(found.folder) == bits(simulated)
 
 
 @pytest.mark.slow
