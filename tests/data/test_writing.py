@@ -168,8 +168,4 @@ def test_rouge_by_hand() -> None:
     assert found == {"rouge1": pytest.approx(4 / 6), "rouge2": pytest.approx(1 / 5), "rougeL": pytest.approx(4 / 6)}
     # two of three words of the reference, in the other order: both are common, one is a subsequence
     found = rouge(["a b c", "x"], ["b a", "x"])
-    assert found == {
-        "rouge1": pytest.approx((0.8 + 1) / 2),
-        "rouge2": 0.0,
-        "rougeL": pytest.approx((0.4 + 1) / 2),
-    }
+    assert found == {"rouge1": pytest.approx((0.8 + 1) / 2), "rouge2": 0.0, "rougeL": pytest.approx((0.4 + 1) / 2)}

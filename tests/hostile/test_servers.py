@@ -350,10 +350,7 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
         {"strategy": "kriging", "measure_round": 1},
         "training examples behind a model of half: 12;",
     ),
-    "means of few examples": (
-        {"strategy": "fedpac"},
-        "training examples behind the mean features of a class: 12;",
-    ),
+    "means of few examples": ({"strategy": "fedpac"}, "training examples behind the mean features of a class: 12;"),
     "steps that are sums of gradients": (
         {"optimizer": "sgd"},
         r"settings \(--optimizer sgd\) ask more .*linear-steps: an update of SGD is a sum of gradients.*--allow linear",
