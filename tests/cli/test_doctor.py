@@ -89,4 +89,7 @@ def test_without_libraries_for_tensors_it_says_so_and_leaves_no_traceback() -> N
     code = f"import sys; sys.modules |= {absent}; from atlas_fl.cli.main import main; sys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "missing: torch is installed and cannot be loaded: import of torch halted" in done.stdout
+    assert (
+        "missing: torch is installed and cannot be loaded: import of torch halted; None in sys.modules; run `pip"
+        in done.stdout
+    )

@@ -89,10 +89,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--num-clients", "3"], r"^unknown flag '--num-clients'; clients are counted by task: --clients-per-task N;"),
         (["--epochs", "3"], r"in a round are --local-epochs N, rounds of the whole run --rounds N; see"),
         (["--learning_rate=1"], r"^unknown flag '--learning-rate'; write --lr; see `atlas run --help`$"),
-        (
-            ["--plugin", "own.py", "--q", "2"],
-            r"^unknown flag '--q'; a setting of a plug-in's method is --knob q=VALUE;",
-        ),
+        (["--plugin", "own.py", "--q", "2"], r"^unknown flag '--q'; a setting of a plug-in's method is --knob q=VALUE"),
         (["--gpu"], r"^unknown flag '--gpu'; a GPU trains with --accelerator cuda; see"),
         (["--rounds"], r"^--rounds lacks a value; allowed: a whole number; see `atlas run --help`$"),
         (["--k-range", "2"], r"^--k-range lacks a value; allowed: 2 times a whole number; see"),
