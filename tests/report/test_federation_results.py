@@ -178,6 +178,7 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(make_feder
         ("bytes_below_whole", "-inf", "-inf is no number of at most"),
         ("scores", "0.5 nan", "nan is no number of at most"),
         ("flags", "x", "the column flags begins with x"),
+        *(("loss", value, "") for value in ("nan", "inf", "1e400", "x")),
         ("tuning", "[" * 100_000, "its lists are nested more than 64 deep"),
         (
             "tuning",
@@ -192,25 +193,39 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(make_feder
         ),
     ],
 )
-def test_a_row_that_says_no_number_is_one_line(column: str, value: str, told: str, make_federation, tmp_path) -> None:
-    make_federation(2)
-    header, *rows = csv.reader(StringIO(to_csv(find_finished_runs([tmp_path]))))
-    rows[0][header.index(column)] = value
-    file = tmp_path / "rows.csv"
-    with file.open("w", newline="") as out:
-        csv.writer(out).writerows([header, *rows])
-    with pytest.raises(ConfigError, match=f"^line 2 of .* is no row of a run .*{re.escape(told)}"):
-        find_finished_runs([file])
+def test_a_row_that_says_no_number_is_one_line(column: str, value: str, told: str, altered_rows) -> None:
+    def alter(header: list[str], row: list[str]) -> list[str]:
+        return [value if name == column else cell for name, cell in zip(header, row, strict=True)]
+
+    with pytest.raises(ConfigError, match=f"^line 2 of .* is no row of a run .*{re.escape(told)}") as caught:
+        find_finished_runs([altered_rows(alter)])
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("alter", [lambda line: line.rsplit(",", 1)[0], lambda line: line + ",x"])
-def test_a_row_with_fewer_or_more_cells_is_one_line(alter: Callable[[str], str], make_federation, tmp_path) -> None:
-    make_federation(2)
-    header, first, *rest = to_csv(find_finished_runs([tmp_path])).splitlines()
-    file = tmp_path / "rows.csv"
-    file.write_text("\n".join([header, alter(first), *rest]) + "\n")
+@pytest.mark.parametrize("alter", [lambda _, row: row[:-1], lambda _, row: [*row, "x"]], ids=["fewer", "more"])
+def test_a_row_with_fewer_or_more_cells_is_one_line(alter, altered_rows) -> None:
     with pytest.raises(ConfigError, match="it has more or fewer cells than the header has names"):
-        find_finished_runs([file])
+        find_finished_runs([altered_rows(alter)])
+
+
+def test_a_cell_without_end_is_one_line(altered_rows) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.csv cannot be read \(field larger"):
+        find_finished_runs([altered_rows(lambda _, row: [*row[:-1], "x" * 200_000])])
+
+
+@pytest.fixture
+def altered_rows(make_federation, tmp_path) -> Callable[..., Path]:
+    """A file of runs whose first row is what a function makes of it and of the header."""
+
+    def write(alter: Callable[[list[str], list[str]], list[str]]) -> Path:
+        make_federation(2)
+        header, first, *rest = csv.reader(StringIO(to_csv(find_finished_runs([tmp_path]))))
+        file = tmp_path / "rows.csv"
+        with file.open("w", newline="") as out:
+            csv.writer(out).writerows([header, alter(header, first), *rest])
+        return file
+
+    return write
 
 
 def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(make_federation, tmp_path) -> None:
@@ -239,23 +254,6 @@ def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(make_run, tmp
     assert "| method | test loss | calibration error |" in page
     mean = sum(run.scores.loss or 0 for run in runs if run.method == "fedavg") / 2
     assert f"| `fedavg` | {mean:.3f} | 0.250 |" in page
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "1e400", "x"])
-def test_a_loss_that_is_none_is_one_line(value: str, make_run, tmp_path) -> None:
-    for name in ("fedavg", "local"):
-        make_run(name, strategy=name)
-    lines = to_csv(find_finished_runs([tmp_path])).splitlines()
-    at = lines[0].split(",").index("loss")
-    cells = lines[1].split(",")
-    file = tmp_path / "rows.csv"
-    file.write_text("\n".join([lines[0], ",".join([*cells[:at], value, *cells[at + 1 :]]), *lines[2:], ""]))
-    with pytest.raises(ConfigError, match=r"line 2 of .*rows\.csv is no row of a run") as caught:
-        find_finished_runs([file])
-    assert "\n" not in str(caught.value)
-    file.write_text("\n".join([*lines, "x" * 200_000, ""]))
-    with pytest.raises(ConfigError, match=r"rows\.csv cannot be read \(field larger"):
-        find_finished_runs([file])
 
 
 def test_losses_of_different_kinds_have_no_mean() -> None:
