@@ -1,7 +1,5 @@
 """The count of code lines that `make lint` prints."""
 
-from pathlib import Path
-
 import pytest
 
 from tools import code_lines
@@ -24,9 +22,7 @@ def test_comments_docstrings_and_blank_lines_are_no_code() -> None:
     assert code_lines.code_lines(MODULE) == 4
 
 
-def test_a_whole_above_its_cap_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_whole_above_its_cap_fails(monkeypatch, capsys, tmp_path) -> None:
     (tmp_path / "module.py").write_text(MODULE)
     monkeypatch.setattr(code_lines, "SOURCES", tmp_path)
     code_lines.main()

@@ -338,7 +338,6 @@ def test_clusters_are_measured_by_their_members_by_hand() -> None:
     """Changes 3 and 1, 2 and 2: 3 * 1 and 2 * 2 in common, 2 * 2 between the means; noise (5 - 3) / 2 of the first."""
     values = np.array([3.0, 1.0, 2.0, 2.0])
     measured = measure_clusters(np.outer(values, values), HALF_AND_HALF)
-    assert measured is not None
     assert measured[0].tolist() == [[3.0, 4.0], [4.0, 4.0]]
     assert measured[1].tolist() == [1.0, 0.0]
     alone = measure_clusters(np.outer(values[:3], values[:3]), np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))

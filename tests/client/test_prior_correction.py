@@ -32,7 +32,6 @@ def test_the_prior_by_hand(client) -> None:
     site, params = client
     assert site.data["a-0"].task.num_labels == 2
     prior = log_prior(Job(client="a-0", params=params, round=1, options=OPTIONS), site)
-    assert prior is not None
     assert prior.tolist() == pytest.approx([math.log(0.8), math.log(0.2)])
     plain = dataclasses.replace(OPTIONS, prior_correction=False)
     assert log_prior(Job(client="a-0", params=params, round=1, options=plain), site) is None

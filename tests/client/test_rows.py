@@ -16,7 +16,6 @@ def test_a_mask_drops_its_share_and_keeps_the_mean() -> None:
     mask = dropout_masks([source("a-0", 1, 0)], device=CPU)
     assert mask is not None
     drawn = mask(0, "module", (400, 50))
-    assert drawn is not None
     assert drawn.unique().tolist() == pytest.approx([0, 1 / 0.75])
     assert float((drawn == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(drawn.mean()) == pytest.approx(1, abs=0.02)

@@ -45,9 +45,7 @@ def most_even(held: np.ndarray, supply: np.ndarray, *, largest: bool) -> float:
 
 @examples(50)
 @given(federations(), st.integers(0, 99))
-def test_every_client_has_exactly_so_many_classes_and_every_class_about_as_many_clients(
-    federation: tuple[int, int, int], seed: int
-) -> None:
+def test_every_client_has_exactly_so_many_classes_and_every_class_about_as_many_clients(federation, seed: int) -> None:
     clients, classes, per_client = federation
     held = assign_classes(clients, classes, per_client, generator(seed))
     assert held.shape == (clients, classes)

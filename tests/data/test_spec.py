@@ -1,6 +1,6 @@
 import numpy as np
 
-from atlas_fl.data.task import METRICS, Rows
+from atlas_fl.data.task import Rows
 
 
 def test_take_keeps_texts_pairs_and_labels_together() -> None:
@@ -9,7 +9,3 @@ def test_take_keeps_texts_pairs_and_labels_together() -> None:
     assert (taken.text, taken.pair, taken.label.tolist()) == (("c", "a"), ("z", "x"), [2, 0])
     assert len(rows) == 3
     assert len(rows.take([])) == 0
-
-
-def test_the_metrics_are_those_of_glue() -> None:
-    assert METRICS == ("accuracy", "f1", "mcc", "pearson")

@@ -62,9 +62,7 @@ def test_fashion_keeps_its_test_split_in_its_order(fashion: Path) -> None:
     assert (as_images(data.test).pixels[..., 0] == expected).all()
 
 
-def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(
-    fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(fashion: Path, tmp_path, monkeypatch) -> None:
     with pytest.raises(DataError, match=r"Fashion-MNIST is in none of .*; run `atlas fetch vision`, or install the"):
         load("fashion_mnist", cache_dir=tmp_path)
     (tmp_path / "fashion-mnist").symlink_to(fashion)

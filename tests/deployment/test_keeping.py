@@ -31,7 +31,6 @@ def written(tmp_path: Path) -> Path:
 
 def test_a_model_is_known_by_its_receipt(written: Path) -> None:
     found = read_receipt(written, client="site-1")
-    assert found is not None
     assert sorted(found.files) == ["labels.json", "weights"]
     assert replace(found, files={}) == RECEIPT
     assert read_receipt(written.with_name("not-there"), client="site-1") is None
@@ -108,9 +107,7 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
         join_federation(joining)
 
 
-def test_a_folder_of_a_users_is_refused_as_private_before_anybody_is_asked(
-    joining: SiteOptions, tmp_path: Path
-) -> None:
+def test_a_folder_of_a_users_is_refused_as_private_before_anybody_is_asked(joining: SiteOptions, tmp_path) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"private holds thesis\.txt, which `atlas join` has not written"):

@@ -54,9 +54,7 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_hundreds_of_altered_answers_end_no_run(
-    config: Callable[..., Config], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hundreds_of_altered_answers_end_no_run(config: Callable[..., Config], kind: str, monkeypatch) -> None:
     monkeypatch.setattr("atlas_fl.runtime.coordinator.client_registry.MAX_REFUSALS", 10**9)  # they go on
     monkeypatch.setattr("atlas_fl.runtime.coordinator.coordinator.MAX_REFUSALS", 10**9)
     counts = Counter[str]()

@@ -292,9 +292,7 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
 
 
 @pytest.mark.parametrize(("name", "ask"), [(name, ask) for name, asks in ASKS.items() for ask in asks])
-def test_a_server_that_asks_for_anything_else_gets_nothing(
-    recorded: Callable[[str], Recording], lied: Callable[..., Ended], name: str, ask: str
-) -> None:
+def test_a_server_that_asks_for_anything_else_gets_nothing(recorded, lied, name: str, ask: str) -> None:
     lie, message = ASKS[name][ask]
     loads = "part of the model" in ask  # which a site that has its part does not look at again
     found = lied(recorded(name), lie) if loads else branches(recorded(name), lie)
@@ -391,9 +389,7 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_settings_that_ask_for_more_end_the_site_before_it_says_anything(
-    usual: Recording, tmp_path: Path, name: str
-) -> None:
+def test_settings_that_ask_for_more_end_the_site_before_it_says_anything(usual: Recording, tmp_path, name: str) -> None:
     values, message = SETTINGS[name]
     texts = {key: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in values.items()}
     texts.pop("tasks", None)
@@ -409,8 +405,6 @@ def test_settings_that_ask_for_more_end_the_site_before_it_says_anything(
 ODD: Mapping[str, tuple[str, str, str]] = {
     "no candidates": ("candidates = [2, 4, 8]", "candidates = []", "--candidates"),
     "no batch": ("batch_size = 8", "batch_size = 0", "--batch-size is 0"),
-    "a negative rate": ("lr = 0.005", "lr = -1.0", "--lr is -1"),
-    "no length": ("max_length = 24", "max_length = 0", "--max-length is 0"),
     "no number": ("lr = 0.005", "lr = nan", "--lr"),
     "codes in a text": ('split = "none"', 'split = "\\u001b[2J"', "--split"),
     "an unknown rule": ('strategy = "atlas_laplacian"', 'strategy = "evil"', "unknown strategy 'evil'"),
@@ -437,14 +431,9 @@ def test_a_site_works_for_the_settings_that_it_was_given_and_no_others(usual: Re
     honest = spoken.welcome["config"]
     same = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=certs, config=honest)
     assert same.error == ""
-    others = welcomed(
-        spoken,
-        lambda config: to_toml(dataclasses.replace(config, training=dataclasses.replace(config.training, lr=0.1))),
-    )
-    for config in ("f" * 16, honest):
-        found = lie_to(
-            others if config == honest else spoken, lambda *_: None, tmp_path / "x", NAME, certs=certs, config=config
-        )
+    others = welcomed(spoken, lambda config: to_toml(with_values(config, {"lr": 0.1})))
+    for config, told in (("f" * 16, spoken), (honest, others)):
+        found = lie_to(told, lambda *_: None, tmp_path / "x", NAME, certs=certs, config=config)
         assert re.search("the server's settings have hash .* this site works for no other", found.error), found.error
         assert found.link.sent == []
     wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, "config": CODES})
@@ -455,9 +444,7 @@ def test_a_site_works_for_the_settings_that_it_was_given_and_no_others(usual: Re
 
 
 @pytest.mark.parametrize("part", ["model", "architecture", "tokenizer"])
-def test_a_server_with_another_model_is_told_the_digests_and_nothing_of_the_data(
-    usual: Recording, tmp_path: Path, part: str
-) -> None:
+def test_a_server_with_another_model_is_told_the_digests_and_nothing_of_the_data(usual, tmp_path, part: str) -> None:
     spoken = usual.spoken[NAME]
     wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, part: "f" * 64})
     found = lie_to(wrong, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME)
@@ -467,9 +454,7 @@ def test_a_server_with_another_model_is_told_the_digests_and_nothing_of_the_data
     assert tensors == {}
 
 
-def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(
-    usual: Recording, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(usual, tiny_model: Path, tmp_path) -> None:
     """A hub name of the server is fetched where the person there says so, and else only asked for a --model."""
     spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, {"model": "evil/model"})))
     how = {"certs": usual.folder / "certs" / NAME, "model": str(tiny_model)}
@@ -477,9 +462,7 @@ def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(
 
 
 @pytest.mark.slow
-def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(
-    recorded: Callable[[str], Recording], lied: Callable[..., Ended]
-) -> None:
+def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(recorded, lied) -> None:
     """Several blocks of one text are several looks at it, each with noise of its own."""
     cut = recorded("cut")
     spoken = welcomed(cut.spoken[NAME], lambda config: to_toml(with_values(config, {"split": "auto"})))
@@ -496,9 +479,7 @@ def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(
 
 
 @pytest.mark.slow
-def test_a_farewell_without_the_newest_private_part_does_not_remove_it(
-    recorded: Callable[[str], Recording], lied: Callable[..., Ended], tmp_path: Path
-) -> None:
+def test_a_farewell_without_the_newest_private_part_does_not_remove_it(recorded, lied, tmp_path) -> None:
     """The site is told that its run is over, with a part that is drawn anew in the place of the trained one."""
     gone: list[str] = []
 
@@ -544,9 +525,7 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("answer", list(ANSWERS))
-def test_an_answer_through_the_cut_that_fits_nothing_is_one_line(
-    recorded: Callable[[str], Recording], answer: str
-) -> None:
+def test_an_answer_through_the_cut_that_fits_nothing_is_one_line(recorded, answer: str) -> None:
     def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
         trains = head["kind"] == "cut" and any("control" in key for key in tensors)
         return (head, ANSWERS[answer](tensors)) if trains else None
@@ -578,9 +557,7 @@ def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
 
 
 @pytest.mark.slow
-def test_a_host_computes_what_the_settings_ask_of_its_guests_and_nothing_else(
-    recorded: Callable[[str], Recording],
-) -> None:
+def test_a_host_computes_what_the_settings_ask_of_its_guests_and_nothing_else(recorded) -> None:
     paired = recorded("paired")
     assert {answer[0]["kind"] for _, answer in paired.spoken["movie-1"].turns} >= {"host", "job", "done"}
     for changes, message in (

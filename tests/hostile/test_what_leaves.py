@@ -202,9 +202,7 @@ SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(SAYS))
-def test_a_site_says_at_its_start_what_leaves_it_and_what_never_does(
-    recorded: Callable[[str], Recording], name: str
-) -> None:
+def test_a_site_says_at_its_start_what_leaves_it_and_what_never_does(recorded, name: str) -> None:
     recording = recorded(name)
     told: list[str] = next(iter(recording.told.values())) if name == "images" else recording.told["movie-0"]
     leaves, never = SAYS[name]

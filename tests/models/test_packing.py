@@ -45,7 +45,6 @@ def test_similar_lengths_share_a_bucket_padded_to_the_longest() -> None:
     layout = make_layout([5, 4])
     (bucket,) = layout.buckets
     assert (bucket.start, bucket.count, bucket.length) == (0, 2, 5)
-    assert bucket.bias is not None
     assert bucket.bias[:, 0, 0].tolist() == [[0, 0, 0, 0, -torch.inf], [0, 0, 0, 0, 0]]
     assert layout.padding.tolist() == [4]
     assert layout.gather.tolist() == [5, 6, 7, 8, 5, 0, 1, 2, 3, 4]

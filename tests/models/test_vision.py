@@ -53,9 +53,7 @@ def params_of(vision: Vision) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("headless", [True, False])
 @pytest.mark.parametrize("model_type", SIZES)
-def test_logits_are_those_of_the_stock_classifier(
-    model_type: str, headless: bool, folder: Callable[..., Path], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_logits_are_those_of_the_stock_classifier(model_type: str, headless: bool, folder, recwarn) -> None:
     path = folder(model_type, headless=headless)
     vision, whole = load_vision(str(path), image_size=SIZES[model_type]["image_size"]), stock(path)
     params = {**backbone_weights(vision), "head.weight": whole.classifier.weight, "head.bias": whole.classifier.bias}
@@ -214,9 +212,7 @@ def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(fol
     assert load_vision(str(written_processor(folder(), tmp_path / "c", **crops, **kind))).image_size == 8
 
 
-def test_wrong_models_are_one_line(
-    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_models_are_one_line(folder: Callable[..., Path], tmp_path, monkeypatch, capfd) -> None:
     empty, text = tmp_path / "empty", tmp_path / "text"
     for path in (empty, text):
         path.mkdir()

@@ -100,9 +100,7 @@ def jobs_of(site: Site, options: object, *, round: int = 1) -> list[Job]:
 
 
 @pytest.mark.parametrize("model_type", sorted(VISION_FAMILIES))
-def test_logits_and_gradients_are_those_of_stock_transformers_with_peft(
-    load: Load, tmp_path: Path, model_type: str
-) -> None:
+def test_logits_and_gradients_are_those_of_stock_transformers_with_peft(load: Load, tmp_path, model_type: str) -> None:
     """With adapters on query, key, value, output and both layers of the feed-forward part."""
     path, backbone = load(model_type)
     site = site_of(backbone, ("all-linear",))

@@ -13,7 +13,6 @@ from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
@@ -35,9 +34,7 @@ def adapters(folder: Path) -> dict[str, str]:
 class Federation:
     """One config, simulated here and served across processes."""
 
-    def __init__(
-        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, finished: FinishedRuns
-    ) -> None:
+    def __init__(self, config, folder, sites: dict[str, str], programs: Programs, finished) -> None:
         self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
         self._config, self._finished = config, finished
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))

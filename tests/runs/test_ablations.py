@@ -98,10 +98,7 @@ def test_the_public_api_trains_and_gives_back_rounds_and_scores(config: Make) ->
     result = atlas_fl.run_config(config(**{**SMALL, "rounds": 2}, strategy="fedavg"))
     assert isinstance(result, atlas_fl.RunResult) and (result.complete, result.rounds) == (True, 2)
     assert {row.get("round") for row in rows(result.folder)} >= {1, 2}
-    scores = [float(str(row["primary"])) for row in last_scores(result.folder)]
+    tested = [row for row in rows(result.folder) if row.get("round") == 2 and row.get("split") == "test"]
+    scores = [float(str(row["primary"])) for row in tested]
     assert len(scores) == 4
     assert result.summary["overall"]["final"]["test"]["primary"] == pytest.approx(sum(scores) / 4)
-
-
-def last_scores(folder: Path) -> list[dict[str, object]]:
-    return [row for row in rows(folder) if row.get("round") == 2 and row.get("split") == "test"]

@@ -112,9 +112,7 @@ DECIDING = ("plan.json", "plan.safetensors", "metrics.jsonl", "ledger.jsonl")
 
 @pytest.mark.parametrize("name", DECIDING)
 @pytest.mark.parametrize("kind", ["complete", "partial"])
-def test_nothing_is_drawn_from_a_damaged_file(
-    name: str, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_drawn_from_a_damaged_file(name: str, kind: str, request, capsys) -> None:
     folder = request.getfixturevalue(kind)
     flip(folder / name)
     assert main(["report", str(folder)]) == 2
@@ -131,9 +129,7 @@ def test_nothing_is_exported_by_a_damaged_plan(complete: Path, tmp_path: Path, n
 
 
 @pytest.mark.parametrize("round", [None, "best"])
-def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(
-    complete: Path, tmp_path: Path, round: str | None
-) -> None:
+def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(complete: Path, tmp_path, round: str | None) -> None:
     flip(complete / "checkpoints/round-0003/state.safetensors")
     with pytest.raises(CheckpointError, match=r"checkpoint round-0003 of .* is damaged: .*; restore it from a copy"):
         export_client(complete, client="0", to=tmp_path / "out", round=round)

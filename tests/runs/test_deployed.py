@@ -71,9 +71,7 @@ def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
-    federation: Federations, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation, tiny_model: Path, tmp_path) -> None:
     """A site with a cut has no file with more than its own blocks, from its first fingerprint on."""
     devices = {**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}
     fed = federation(devices, **MIXED, head="client", fingerprint="gradient")

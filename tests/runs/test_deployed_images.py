@@ -109,9 +109,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Federations, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
-    federation: Federations, tmp_path: Path
-) -> None:
+def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(federation, tmp_path) -> None:
     """Whole ones may be longer than a frame, and then nobody could get its own."""
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1, "sparsity": 0.95}, rounds=1)
     fed = federation(config)
@@ -137,9 +135,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
 
 
 @pytest.mark.slow
-def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
-    federation: Federations, tmp_path: Path
-) -> None:
+def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(federation, tmp_path) -> None:
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1}, participation=1, rounds=5)
     fed = federation(config, SITES[:2])
     number = fed.joins_late("digits-2", device=DEVICE)

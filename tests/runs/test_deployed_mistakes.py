@@ -24,9 +24,7 @@ SMALL = ("--task", "movie", "--device", "cpu_2gb")
 
 
 @pytest.mark.slow
-def test_a_site_without_its_part_of_the_model_ends_with_one_line(
-    federation: Federations, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_site_without_its_part_of_the_model_ends_with_one_line(federation, tiny_model: Path, tmp_path) -> None:
     fed = federation(split="1")
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
@@ -145,9 +143,7 @@ def atlas(
     return call
 
 
-def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
-    atlas: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_in_use_is_one_line_before_the_model_is_loaded(atlas, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("atlas_fl.deployment.service.client_manager_of", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -175,9 +175,7 @@ def halved(image_config: Make) -> tuple[Site, dict[str, torch.Tensor]]:
     return assembly.site, dict(assembly.full_models()["digits-0"])
 
 
-def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
-    image_config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(image_config: Make, monkeypatch) -> None:
     site, start = halved(image_config)
     options = TrainOptions(seed=0, **{**SGD, "clip": 1.0}, epochs=12, max_steps=12, batch_size=8, lr=0.05)
     job = Job(client="digits-0", params=start, round=1, options=options)

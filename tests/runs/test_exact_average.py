@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns, Make
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows
 
 pytestmark = pytest.mark.core
@@ -31,9 +31,7 @@ def product(params: dict[str, Tensor], module: str) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(
-    config: Make, finished: FinishedRuns, method: str
-) -> None:
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config, finished, method: str) -> None:
     folder = finished(config(**METHODS[method])).folder
     passing_audit(folder, "server", "mixed", "loaded")
     ledger = rows(folder, "ledger")
@@ -48,9 +46,7 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
-    config: Make, finished: FinishedRuns, method: str
-) -> None:
+def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(config, finished, method: str) -> None:
     folder = finished(config(**METHODS[method])).folder
     own, frozen = load_file(folder / "audit/round-0002/start.safetensors"), server_part(folder, 2, "residual")
     client = next(key for key in own if key.endswith("lora_A")).partition("/")[0]

@@ -328,9 +328,7 @@ def test_peft_s_auto_class_takes_six_classes(config: Make) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_head_without_a_bias_is_said_to_lack_class_frequencies(
-    small: Make, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_without_a_bias_is_said_to_lack_class_frequencies(small: Make, family: str, tmp_path, capsys) -> None:
     notes: list[str] = []
     config = small(family, ("kind",), strategy="fedavg_prior")
     result = run_config(config, on_event=lambda event: notes.append(str(event)))

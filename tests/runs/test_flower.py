@@ -23,7 +23,6 @@ from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import SITES
-from tests.runs.finished import Make
 from tests.runs.processes import SECONDS, Watched
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
@@ -162,9 +161,7 @@ class Flower:
 
 
 @pytest.mark.slow
-def test_the_federation_that_flower_runs_is_the_simulated_one(
-    config: Make, tmp_path: Path, start: Callable[..., Started]
-) -> None:
+def test_the_federation_that_flower_runs_is_the_simulated_one(config, tmp_path, start: Callable[..., Started]) -> None:
     link, stream, *ports = free_ports(2 + len(SITES))
     flower = Flower(folder=tmp_path, start=start, link=link, stream=stream)
     flower.prepare(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served"))

@@ -150,9 +150,7 @@ def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFix
     assert re.search(r"damaged line \d+ of .*metrics\.jsonl: 5 is no row", capsys.readouterr().err)
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
-    stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(stopped: Path, capsys, monkeypatch) -> None:
     def full(path: Path, _: object, **__: object) -> None:
         with os_errors_with_path(path):
             raise OSError(errno.ENOSPC, "No space left on device")

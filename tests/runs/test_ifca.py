@@ -27,9 +27,7 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config:
 
 
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
-def test_an_audit_finds_what_was_altered(
-    config: Make, finished: FinishedRuns, file: str, part: str, check: str
-) -> None:
+def test_an_audit_finds_what_was_altered(config, finished, file: str, part: str, check: str) -> None:
     folder = finished(config(**IFCA)).folder
     alter_tensors(
         folder / f"audit/round-0002/{file}.safetensors",

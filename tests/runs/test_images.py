@@ -147,9 +147,7 @@ def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> No
     assert found == {("files", "")} | {("mixed", name) for name in held}
 
 
-def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(
-    config: Make, tmp_path: Path
-) -> None:
+def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(config: Make, tmp_path) -> None:
     chosen = config(
         **{"clients_per_task": 1, "samples": 200, "strategy": "local", "participation": 1, "eval_every": 1},
         **{"rounds": 12, "lr": 0.3, "clip": 0, "patience": 2, "keep_best": 1, "keep_checkpoints": 1},

@@ -129,9 +129,7 @@ def config(request: pytest.FixtureRequest, tiny_model: Path, shared_folder: Path
 
 
 @of_kinds(ALL_KINDS)
-def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(
-    config: Config, finished: FinishedRuns
-) -> None:
+def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(config, finished) -> None:
     result = finished(config)
     assert (result.complete, result.rounds) == (True, config.training.rounds)
     passing_audit(result.folder, "mixed", "loaded")

@@ -106,7 +106,6 @@ def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make, late: RunResult) 
 def test_what_is_shown_of_a_run_is_shown_of_its_newcomers(late: RunResult) -> None:
     record = read_record(late.folder)
     assert list(record.task_of) == list(record.histories) == ["movie-0", "trec-1", "movie-1", "trec-0"]
-    assert record.sketches is not None
     assert record.sketches[0].shape[0] == 4
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,9 +114,7 @@ def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut:
         measure_leakage(config(), cuts=[cut])
 
 
-def test_the_command_prints_and_writes_what_the_function_returns(
-    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_and_writes_what_the_function_returns(config: Make, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "own.toml").write_text(to_toml(config()))
     words = ["leakage", "--config", str(tmp_path / "own.toml"), "--cuts", "1", "--to", str(tmp_path / "leakage.json")]

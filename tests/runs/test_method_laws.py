@@ -108,9 +108,7 @@ def trained(folder: Path, round: int) -> dict[str, Tensor]:
 
 @pytest.mark.core
 @pytest.mark.parametrize("method", BEGIN_ALIKE)
-def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
-    config: Make, finished: FinishedRuns, method: str
-) -> None:
+def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(config, finished, method: str) -> None:
     ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in BEGIN_ALIKE[method])
     assert same_tensors(trained(ours, 1), trained(theirs, 1))
     assert not any(torch.equal(tensor, trained(theirs, 2)[key]) for key, tensor in trained(ours, 2).items())
@@ -120,9 +118,7 @@ def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
 
 @pytest.mark.core
 @pytest.mark.parametrize("case", END_ALIKE)
-def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(
-    config: Make, finished: FinishedRuns, case: str
-) -> None:
+def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(config, finished, case: str) -> None:
     ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in END_ALIKE[case])
     files = sorted(path.relative_to(theirs) for path in theirs.glob("adapters/*/adapter_model.safetensors"))
     assert files and all((ours / path).read_bytes() == (theirs / path).read_bytes() for path in files)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns, Make
+from tests.runs.finished import Make
 from tests.runs.reading import alter_tensors, passing_audit
 from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.test_rerank import WORDS as RERANK
@@ -92,9 +92,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, values: Mapping[s
         ("mr_mtl", "start", {"own"}),
     ],
 )
-def test_an_audit_finds_what_was_altered(
-    config: Make, finished: FinishedRuns, method: str, file: str, checks: set[str]
-) -> None:
+def test_an_audit_finds_what_was_altered(config, finished, method: str, file: str, checks: set[str]) -> None:
     settings = {"proximal_mu": 0.1} if method == "feddyn" else {"proximal_mu": 0.5} if method == "mr_mtl" else {}
     folder = finished(config(strategy=method, ranks="4", rounds=3, **settings)).folder
     path = folder / f"audit/round-0002/{file}.safetensors"

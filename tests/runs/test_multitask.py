@@ -14,9 +14,7 @@ pytestmark = pytest.mark.core
 MULTITASK = {"strategy": "multitask", "ranks": "4", "dropout": 0.1}
 
 
-def test_tasks_have_one_adapter_and_heads_of_their_own_and_nothing_is_sent(
-    config: Make, finished: FinishedRuns
-) -> None:
+def test_tasks_have_one_adapter_and_heads_of_their_own_and_nothing_is_sent(config, finished) -> None:
     folder = finished(config(**MULTITASK)).folder
     report = passing_audit(folder)
     assert {row.check for row in report.rows} >= {"common", "mixed"}

@@ -260,9 +260,7 @@ def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Federation
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_no_other_plugin(
-    config: Make, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_no_other_plugin(config: Make, example: Path, capsys, tmp_path) -> None:
     settings = {"plugin": (str(example),), "partition": "staircase", "rounds": 2}
     stopped = run_config(config(max_rounds=1, **settings))
     elsewhere = Path(shutil.copy(example, tmp_path / "elsewhere.py"))
@@ -314,9 +312,7 @@ class Lines(Tracker):
 
 
 @pytest.mark.slow
-def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
-    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(config: Make, tmp_path, capsys) -> None:
     plugin, log = tmp_path / "tracker.py", tmp_path / "log.txt"
     plugin.write_text(TRACKER)
     written = validate(config(name="logged", plugin=(str(plugin),), rounds=2, max_rounds=1))

@@ -131,7 +131,6 @@ def test_a_run_goes_on_with_the_model_that_it_was_begun_with_and_no_other(
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     begun = run_config(config(model=str(model), max_rounds=1, rounds=2, tasks="movie"))
     saved, _ = load_latest(begun.folder / "checkpoints")
-    assert saved is not None
     recorded = saved.state["origin"]["model"]
     assert recorded.keys() == {"weights", "vocabulary", "architecture", "tokenizer"}
     kept = {path: path.read_bytes() for path in model.iterdir()}

@@ -84,9 +84,7 @@ def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) ->
     assert record["clipped"] == ["movie-1"] and not record["refused"]
 
 
-def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(config: Make, monkeypatch) -> None:
     """Every value of the update just passes by itself, and those of the mixed product do not."""
 
     def full(_before: Params, after: Params, _turn: AttackContext) -> Params:

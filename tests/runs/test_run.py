@@ -45,9 +45,7 @@ def test_a_run_leaves_everything_of_the_design_behind(config: Make, finished: Fi
     assert load_config(result.folder / "config.toml").mixing == config().mixing
 
 
-def test_an_adapter_names_its_labels_in_the_order_of_its_logits(
-    config: Make, finished: FinishedRuns, tmp_path: Path
-) -> None:
+def test_an_adapter_names_its_labels_in_the_order_of_its_logits(config: Make, finished: FinishedRuns, tmp_path) -> None:
     result = finished(config(rounds=1))
     names = {client.name: client.task.label_names for client in assemble(config()).clients}
     assert names["trec-0"] != names["movie-0"]
@@ -157,9 +155,7 @@ def test_blocks_and_samples_of_the_fingerprint_reach_the_sketches(config: Make, 
     assert (abs(sketches[0] - sketches[1]).max(axis=2) > 0.05).all()
 
 
-def test_a_run_is_a_function_of_its_config(
-    config: Make, finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns, monkeypatch) -> None:
     monkeypatch.setattr(REUSED_RESULTS, "max_bytes", 0)
     first, second = finished(config(name="a")), run_config(config(name="b"))
     check_same_runs(first.folder, second.folder)

@@ -54,9 +54,7 @@ def loss_of(config: Config, folder: Path, *, client: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", METHODS)
-def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
-    config: Make, finished: FinishedRuns, strategy: str
-) -> None:
+def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(config, finished, strategy: str) -> None:
     folder = run_config(config(**PLAIN, strategy=strategy)).folder
     fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
     passing_audit(folder)

@@ -93,9 +93,7 @@ def test_the_mean_of_two_is_the_model_between_them_on_both_tasks(runs: dict[str,
     assert row.mean == pytest.approx(sum(row.test.values()) / 2)
 
 
-def test_the_merged_model_is_one_that_stock_transformers_loads(
-    runs: dict[str, TrainedRun], atlas: Any, tmp_path: Path
-) -> None:
+def test_the_merged_model_is_one_that_stock_transformers_loads(runs, atlas, tmp_path) -> None:
     to = tmp_path / "merged"
     code, out, err = atlas("run-42", "run-7", "--merge", "ties", "--keep", "0.5", "--scales", "0.5", "--to", str(to))
     assert (code, err) == (0, "") and "wrote" in out

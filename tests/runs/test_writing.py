@@ -174,9 +174,7 @@ def words(model: Path, runs: Path, *more: str) -> list[str]:
     return ["run", "--tasks", "--model", str(model), "--runs-dir", str(runs), *sizes, *more]
 
 
-def test_a_model_that_cannot_write_is_one_line(
-    files: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_write_is_one_line(files: Path, tiny_model: Path, tmp_path, capsys) -> None:
     assert main(words(tiny_model, tmp_path, "--task", f"notes={files}/notes.csv,target=text")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "architecture 'bert', which cannot write text" in line
@@ -184,9 +182,7 @@ def test_a_model_that_cannot_write_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_answers_longer_than_the_model_are_one_line(
-    files: Path, writer_of: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_longer_than_the_model_are_one_line(files: Path, writer_of: Callable, tmp_path, capsys) -> None:
     task = f"next={files}/next.csv,text=ask,target=answer"
     assert main(words(writer_of("gpt2").path, tmp_path, "--task", task, "--new-tokens", "64")) == 2
     (line,) = capsys.readouterr().err.splitlines()

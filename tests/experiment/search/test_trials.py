@@ -164,9 +164,7 @@ def test_without_optuna_one_line_says_what_to_install(base: Config, monkeypatch,
 
 
 @pytest.mark.usefixtures("lived")
-def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     words = ["search", "--preset", "smoke", "--over", "lr=1e-4..1e-1:log", "--over", "schedule=constant,cosine"]
     words += ["--trials", "3", "--name", "mine", "--runs-dir", str(tmp_path)]
