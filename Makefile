@@ -50,7 +50,7 @@ lint: .venv/dev.stamp
 	$(BIN)/python -m tools.code_lines
 
 unit: setup
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow" --durations-file=$(DURATIONS)/test.tsv
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow and not product" --durations-file=$(DURATIONS)/test.tsv
 
 # three workers on two cores: servers and sites wait for each other
 test-rest: setup

@@ -168,7 +168,7 @@ SMALL = {{"rounds": 2, "tasks": ["movie"], "samples": 8, "validation_samples": 4
 """
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_a_script_runs_the_method_that_it_defines_below_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(SCRIPT.format(guard="if True:"))

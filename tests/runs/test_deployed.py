@@ -121,7 +121,7 @@ def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(fede
     passing_audit(fed.served.path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_forty_sites_end_in_the_bits_of_their_simulation(federation: Federations) -> None:
     small = {"samples": 16, "validation_samples": 6, "test_samples": 6, "max_length": 16}
     sites = {f"movie-{number}": "cpu_2gb" for number in range(40)}

@@ -134,7 +134,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     assert read_sealed(fed.served.deliveries)["heard"] == sorted(SITES)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(federation, tmp_path) -> None:
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1}, participation=1, rounds=5)
     fed = federation(config, SITES[:2])
@@ -142,7 +142,7 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(f
     is_as(fed, fed.simulate(arrive=f"digits-2={number}"))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_adapters_on_images_go_the_way_of_those_on_texts(federation: Federations, tmp_path: Path) -> None:
     """B stays at the sites."""
     config = settings(tmp_path, "vision-lora", share="A+head", space="factors", strategy="atlas_laplacian")

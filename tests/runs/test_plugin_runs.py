@@ -392,7 +392,7 @@ def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_sil
         init_workers([worker], heads, threads)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(config: Make, term: str) -> None:
     without = config(name="none", rounds=1, samples=8)
     with_term = config(name="none", rounds=1, samples=8, plugin=(term,))

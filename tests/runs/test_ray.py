@@ -82,7 +82,7 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
     check_same(whole.folder, found.folder)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.usefixtures("_cluster")
 def test_what_a_rule_asks_for_comes_back_from_actors(config: Make) -> None:
     """Class features go up and means down, which is more than other rules ask for."""

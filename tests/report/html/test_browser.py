@@ -100,7 +100,7 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared, tab) -> None:
         assert overflow(tab) <= 0, width
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_two_hundred_clients_are_drawn(make_run, tab) -> None:
     page = write_report([make_run(tasks=4, clients_per_task=50, rounds=20)])
     tab.open(page, width=1440, is_dark=True)
