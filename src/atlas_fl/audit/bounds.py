@@ -22,7 +22,7 @@ FAR = 1e15
 """No mixed model is unusable unless an update, dense, holds a value of this size."""
 
 Values = dict[str, np.ndarray]
-"""What is measured of a model, by parameter."""
+"""Measured values of a model, by parameter."""
 
 
 def check_bounds(

@@ -80,11 +80,14 @@ def _unchecked(run: Run) -> Iterator[str]:
     """A line for a run whose method is a plug-in's, on what was not computed a second time."""
     if not formula_of(run).is_known:
         is_recorded = all(run.mixing_rows(round) for round in filter(run.is_aggregated, run.rounds))
-        unchecked = "its weights were taken as recorded, and the models computed from them" if is_recorded else ""
+        server_step = (
+            "its weights were taken as recorded, and the models computed from them"
+            if is_recorded
+            else "its server step was not computed again"
+        )
         yield (
             f"{run.path.name}: --strategy {run.mixing.strategy} is a plug-in's, for which there is no second formula:"
-            f" {unchecked or 'its server step was not computed again'}; records, names, what clients loaded, norms and"
-            " bytes were checked as ever"
+            f" {server_step}; records, names, what clients loaded, norms and bytes were checked as ever"
         )
 
 

@@ -78,7 +78,7 @@ class Recomputed:
     joins: bool = False
     """True of what clients begin with that join."""
     _known: dict[bytes, tuple[np.ndarray, float, Parts]] = field(default_factory=dict)
-    """Of one module by the row of its weights: the update, the size of what went in, and the decomposition."""
+    """Update of one module, size of what went in, and decomposition, by the row of its weights."""
 
     def weights(self, key: str) -> np.ndarray:
         """The (n, n) weights for a parameter's name: those of one layer, one kind and one end share a matrix."""
@@ -136,7 +136,7 @@ class Recomputed:
         return bool(row[k] == 1.0 and np.count_nonzero(row) == 1)
 
     def _expected(self, k: int, key: str, was: np.ndarray) -> Value:
-        """What client k is to have here, before it is cut to its rank, and the size of what went in."""
+        """Value that client k is to have here, before it is cut to its rank, and the size of what went in."""
         step, row = self.step, self.weights(key)[k]
         stepped = None if self.formula.value is None or self.joins else self.formula.value(step, k, key)
         if stepped is not None:

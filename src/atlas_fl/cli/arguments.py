@@ -73,9 +73,7 @@ def check_flags(groups: Sequence[Words], *, flags: Sequence[str], command: str) 
         if group.flag in hints() and "--accelerator" in flags:
             hint = f"; {hints()[group.flag]};"
         elif "--knob" in flags and any(given.flag == "--plugin" for given in groups):
-            hint = (
-                f"{hint.rstrip(';')}; a setting of a plug-in's method is --knob {group.flag.removeprefix('--')}=VALUE;"
-            )
+            hint = f"{hint} a setting of a plug-in's method is --knob {group.flag.removeprefix('--')}=VALUE;"
         raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
 
 
