@@ -52,9 +52,9 @@ lint: .venv/dev.stamp
 unit: setup
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow and not product" --durations-file=$(DURATIONS)/test.tsv
 
-# three workers on two cores: servers and sites wait for each other
+# more workers than cores: servers and sites wait for each other
 test-rest: setup
-	$(PYTEST) -n 3 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
+	$(PYTEST) -n 5 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
 	$(BIN)/python -m tools.package $(PYTHONS)

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import files
-from atlas_fl.models.backbone import block_index, model_shape, target_modules
+from atlas_fl.models.backbone import ALIGNMENT, block_index, model_shape, target_modules
 from atlas_fl.models.loading import load_backbone
 from tests.models.folders import change_json
 
@@ -31,6 +31,11 @@ def test_every_weight_is_frozen_and_stock(tiny) -> None:
     own = model.state_dict()
     assert set(stock) <= set(own)
     assert all(torch.equal(own[name], value) for name, value in stock.items())
+
+
+def test_every_weight_is_aligned_as_shared_ones_are(tiny) -> None:
+    """Products of unaligned tensors may end in other bits, and a run and its workers are to have the same."""
+    assert not [name for name, tensor in tiny.backbone.frozen.items() if tensor.data_ptr() % ALIGNMENT]
 
 
 def test_the_shape_counts_what_is_there(tiny) -> None:

@@ -131,6 +131,9 @@ def load_stock(
         loaded, info = auto.from_pretrained(
             source, config=config, ignore_mismatched_sizes=True, **options, **loading_options(source)
         )
+        # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
+        for tensor in (*loaded.parameters(), *loaded.buffers()):
+            tensor.data = tensor.data.clone()
     else:
         with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
             model_class = type(auto.from_config(config, trust_remote_code=False))

@@ -60,9 +60,9 @@ def load_vision(
         size = _processor_size(name, processor) if image_size is None else image_size
         normalisation = _normalisation(name, processor)
     _resize(name, model, size)
-    for key, parameter in model.base_model.named_parameters():
-        # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
-        parameter.data = parameter.data.clone() if weights is None else weights[key]
+    if weights is not None:
+        for key, parameter in model.base_model.named_parameters():
+            parameter.data = weights[key]
     model = model.to(device).requires_grad_(False).eval()
     return Vision(
         name=name,
