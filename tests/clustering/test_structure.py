@@ -1,10 +1,13 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.k_search import WORLDS, draw_alike, draw_unrelated, linkage_silhouette, structure_test
-from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings
+from atlas_fl.clustering.result import Clustering, append_client, assign_client
 from atlas_fl.clustering.sketch import cross_similarity, reliability
 
 SETTINGS = ClusteringSettings(seed=0, draws=19)
@@ -66,3 +69,52 @@ def test_what_chance_splits_or_joins_is_rarely_called_structure(world, planted):
         proposed += linkage_silhouette(first, second, SETTINGS) > 0
         alarms += structure_test(first, second, linkage_silhouette, replace(SETTINGS, seed=seed)).found
     assert proposed == 12 and alarms <= 2
+
+
+def blend(common: np.ndarray, own: np.ndarray, shares: list[float], *, noise: float, seed: int) -> np.ndarray:
+    """Both halves (2, n, d): a part that all share, a share of the own direction of each, and noise of each half."""
+    rng = np.random.default_rng(seed)
+    clean = common + np.array(shares)[:, None] * own
+    return np.stack([clean + noise * rng.normal(size=clean.shape) / np.sqrt(clean.shape[1]) for _ in range(2)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("shares", "tasks", "labels", "found"),
+    [
+        ([0.0] * 8, [0] * 8, (0,) * 8, False),  # alike
+        ([0.0] * 7 + [0.8], [0] * 8, (0,) * 7 + (1,), True),  # all but one
+        ([0.8] * 6, [0, 0, 0, 1, 1, 1], (0, 0, 0, 1, 1, 1), True),
+        ([0.8] * 9, [0, 1, 2] * 3, (0, 1, 2) * 3, True),
+        ([0.8] * 5, range(5), (0, 1, 2, 3, 4), False),  # all unlike
+    ],
+)
+def test_alike_clients_are_one_cluster_and_others_are_what_they_are(
+    shares: list[float], tasks: Sequence[int], labels: tuple[int, ...], found: bool, seed: int
+) -> None:
+    """Sketches of one length that mostly agree, as those of Fisher information do, on 0, 1, 2, 3 and 5 tasks."""
+    rng = np.random.default_rng(100 + seed)
+    directions = rng.normal(size=(9, 1024)) / 32
+    first, second = blend(rng.normal(size=1024) / 32, directions[list(tasks)], shares, noise=0.3, seed=seed)
+    found_clustering = cluster_clients(first, second, settings=replace(SETTINGS, centre=True))
+    assert (found_clustering.labels, found_clustering.structure["found"]) == (labels, found)
+    assert "undecided" not in " ".join(found_clustering.warnings)
+
+
+def test_beside_alike_clients_a_newcomer_is_one_of_them_or_differs() -> None:
+    rng = np.random.default_rng(0)
+    common, own = rng.normal(size=(2, 1024)) / 32
+    halves = blend(common, own, [0.0] * 8 + [0.0, 0.8], noise=0.3, seed=1)
+    clustering = cluster_clients(*halves[:, :8], settings=replace(SETTINGS, centre=True))
+    alike, other = (assign_client(clustering, *halves[:, client]) for client in (8, 9))
+    assert (alike.cluster, alike.similarity) == (0, {0: 1.0}) and alike.reliability > 0.8
+    assert other.cluster == UNDECIDED
+    grown = append_client(clustering, halves[:, :9], label=0)
+    assert grown.similarity[8].tolist() == [1.0] * 9
+    assert Clustering.from_json(clustering.to_json()).alike == 0
+
+
+def test_halves_that_contradict_before_the_mean_is_subtracted_are_undecided() -> None:
+    first, second = np.random.default_rng(0).normal(size=(2, 6, 1024))
+    clustering = cluster_clients(first, second, settings=replace(SETTINGS, centre=True))
+    assert clustering.labels == (UNDECIDED,) * 6 and clustering.alike is None

@@ -31,6 +31,7 @@ class _Evidence:
     offsets: np.ndarray  # (2, d)
     reliability: np.ndarray  # (n,)
     decided: np.ndarray  # bool (n,)
+    alike: np.ndarray  # bool (n,)
     similarity: np.ndarray  # (n, n)
 
 
@@ -45,9 +46,11 @@ def cluster_clients(
     """The clusters of n clients from sketches (n, d) of the two halves of each client's examples.
 
     Clients whose halves do not agree are undecided (-1) and take part in nothing. The others are clustered by the
-    method; the verdict on structure follows; clusters below the smallest size are merged. With `previous`, of the
-    same clients, labels keep their meaning. Permuting the clients permutes the result and changes no number in it:
-    they are put in an order of their own first. `names` are for the messages.
+    method; the verdict on structure follows; clusters below the smallest size are merged. Where sketches are centred
+    and most clients differ from their mean no more than their own halves do, these are one cluster: what is left of
+    them is noise, on which halves do not agree. With `previous`, of the same clients, labels keep their meaning.
+    Permuting the clients permutes the result and changes no number in it: they are put in an order of their own first.
+    `names` are for the messages.
     """
     first = np.asarray(first, dtype=np.float64)
     second = np.asarray(second, dtype=np.float64)
@@ -98,9 +101,34 @@ def oracle_clustering(
 
 def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> _Evidence:
     """Unit rows, reliabilities, who is decided, and the corrected similarity among those."""
+    evidence = _less_mean(first, second, settings, of=np.ones(len(first), dtype=bool))
+    if not settings.centre or settings.clusters != "auto":
+        return evidence
+    whole = sketch.reliability(sketch.cross_similarity(first, second))
+    told = whole >= settings.min_reliability
+    usual = told & (evidence.reliability < settings.threshold)
+    if 2 * usual.sum() <= told.sum():
+        return evidence
+    beside = _less_mean(first, second, settings, of=usual)
+    if 2 * (usual & beside.decided).sum() >= usual.sum():
+        return evidence
+    alike = told & (beside.reliability < settings.threshold)
+    decided = told & (alike | beside.decided)
+    similarity = np.where(np.add.outer(alike, alike), np.outer(alike, alike), beside.similarity)
+    return replace(
+        beside,
+        alike=alike,
+        decided=decided,
+        reliability=np.where(alike, whole, beside.reliability),
+        similarity=np.where(np.outer(decided, decided), similarity, np.eye(len(whole))),
+    )
+
+
+def _less_mean(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, of: np.ndarray) -> _Evidence:
+    """The evidence of the sketches less the mean of these clients, bool (n,), where they are centred; none is alike."""
     offsets = np.zeros((2, first.shape[1]))
     if settings.centre:
-        offsets = np.stack([sketch.normalise_sketches(half).mean(axis=0) for half in (first, second)])
+        offsets = np.stack([sketch.normalise_sketches(half)[of].mean(axis=0) for half in (first, second)])
     left, right = (
         sketch.normalise_sketches(first, offset=offsets[0]),
         sketch.normalise_sketches(second, offset=offsets[1]),
@@ -111,7 +139,13 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
     rho = sketch.corrected_similarity(cross, floor=max(settings.min_reliability, 0.0))
     similarity = np.where(np.outer(decided, decided), rho, np.eye(len(reliabilities)))
     return _Evidence(
-        first=left, second=right, offsets=offsets, reliability=reliabilities, decided=decided, similarity=similarity
+        first=left,
+        second=right,
+        offsets=offsets,
+        reliability=reliabilities,
+        decided=decided,
+        alike=np.zeros(len(first), dtype=bool),
+        similarity=similarity,
     )
 
 
@@ -124,6 +158,8 @@ def _decide(
     if not decided.any():
         reason = f"no client's halves agree to {settings.min_reliability:g}; give clients more examples"
         return labels, k_search.Verdict(found=False, reason=reason), (f"no structure: {reason}",), ()
+    if evidence.alike.any():
+        return _labels_beside_alike(evidence, settings)
     method = k_search.METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]
     previous = None
@@ -146,6 +182,23 @@ def _decide(
     among = evidence.similarity[np.ix_(decided, decided)]
     labels[decided], merges = k_search.merge_small(proposed, among, min_size=settings.min_cluster_size)
     return labels, verdict, (*notes, *merges), proposal.k_table
+
+
+def _labels_beside_alike(
+    evidence: _Evidence, settings: ClusteringSettings
+) -> tuple[np.ndarray, k_search.Verdict, tuple[str, ...], tuple[k_search.KTableRow, ...]]:
+    """Labels (n,) where most clients are alike: one cluster of these, and those that differ by their similarity."""
+    labels = np.where(evidence.alike, 0, UNDECIDED)
+    others = evidence.decided & ~evidence.alike
+    labels[others] = 1 + k_search.cut_linkage(evidence.similarity[np.ix_(others, others)], threshold=settings.threshold)
+    among = evidence.similarity[np.ix_(evidence.decided, evidence.decided)]
+    labels[evidence.decided], merges = k_search.merge_small(
+        labels[evidence.decided], among, min_size=settings.min_cluster_size
+    )
+    alike, differing = int(evidence.alike.sum()), int(others.sum())
+    reason = f"{alike} of {len(labels)} clients are alike: they differ no more than the two halves of one client do"
+    consequence = "they are one cluster" + (f", and {differing} differ from them" if differing else "")
+    return labels, k_search.Verdict(found=bool(differing), reason=reason), (f"{reason}; {consequence}", *merges), ()
 
 
 def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
@@ -176,6 +229,7 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
         warnings=warnings,
         points=np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))),
         centroids=_centroids(evidence, labels, settings),
+        alike=int(labels[evidence.alike][0]) if evidence.alike.any() else None,
         offsets=np.round(evidence.offsets, 7),
     )
 

@@ -51,6 +51,8 @@ class Clustering:
     """By ascending label, for `assign_client`: (1, k, d) mean unit sketches, or (2, k, d) halves over sqrt(c_kk)."""
     offsets: np.ndarray
     """The means (2, d) that were subtracted from each half; zero unless centred."""
+    alike: int | None
+    """Label of the cluster of clients that differ from the mean no more than their own halves do, if there is one."""
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain data for strict JSON."""
@@ -88,6 +90,7 @@ class Placement:
 def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
     """The place of a client that joins later, from its two sketches (d,), (d,).
 
+    Among the clients that are alike where it differs from the mean no more than its halves do, if there are such.
     Alone where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
     mean similarity to every cluster is below the threshold. The mean is over members, as in average linkage.
     Raises ConfigError for sketches of another length.
@@ -98,6 +101,9 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     left = sketch.normalise_sketches(first[None], offset=clustering.offsets[0])[0]
     right = sketch.normalise_sketches(second[None], offset=clustering.offsets[1])[0]
     client_reliability = float(left @ right)
+    whole = float(sketch.cross_similarity(first[None], second[None])[0, 0])
+    if clustering.alike is not None and whole >= settings.min_reliability and client_reliability < settings.threshold:
+        return Placement(cluster=clustering.alike, reliability=whole, similarity={clustering.alike: 1.0})
     names = decided_labels(clustering.before_merging or clustering.labels)
     joined = dict(zip(clustering.before_merging or clustering.labels, clustering.labels, strict=True))
     corrected = len(centroids) == 2
@@ -135,6 +141,8 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     floor = clustering.settings.min_reliability
     decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
     new_row = sketch.corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
+    if label == clustering.alike:
+        new_row = np.append(np.array(clustering.labels) == label, True).astype(np.float64)
     new_row[-1] = 1.0
     similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
     points = sketch.project_sketches(mean_sketch(left, right), components=2).points
