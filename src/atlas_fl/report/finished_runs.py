@@ -177,7 +177,8 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 def _runs_below(place: Path) -> list[FinishedRun]:
     folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
-    runs = [read_finished_run(folder.path) for folder in folders if folder.config.exists() or folder.plan.exists()]
+    own = [folder for folder in folders if not folder.is_reference()]
+    runs = [read_finished_run(folder.path) for folder in own if folder.config.exists() or folder.plan.exists()]
     return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
 
 
