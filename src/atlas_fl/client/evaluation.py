@@ -99,7 +99,7 @@ def _outcomes(job: Job, site: Site, labels: np.ndarray, kept: Sequence[np.ndarra
     counts = examples.take(in_order(examples.lengths)).num_targets if site.data[job.client].task.writes else 1
     rows = np.broadcast_to(np.asarray(counts, np.int64), len(labels))
     values = {"labels": labels, "outputs": np.concatenate(kept), "rows": rows}
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in values.items()}
+    return {name: torch.from_numpy(np.array(array)) for name, array in values.items()}
 
 
 Outputs: TypeAlias = tuple[np.ndarray, list[np.ndarray]]

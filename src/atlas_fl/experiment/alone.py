@@ -17,7 +17,14 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config, validate
 from atlas_fl.config.methods import published_methods
-from atlas_fl.config.schema import AttackConfig, MixingConfig, RobustConfig, TrainingConfig, server_config
+from atlas_fl.config.schema import (
+    AttackConfig,
+    ClusteringConfig,
+    MixingConfig,
+    RobustConfig,
+    TrainingConfig,
+    server_config,
+)
 from atlas_fl.data.metrics import predicted_classes, scores
 from atlas_fl.data.task import Task
 from atlas_fl.errors import AtlasError
@@ -46,12 +53,14 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
     reset = {name: getattr(defaults, name) for name in {*own, "control_variates"} if hasattr(defaults, name)}
     # without early stopping nobody looks at scores between the rounds
     eval_every = training.eval_every if training.patience else training.rounds
+    # a fingerprint that trains is where models begin; every other one is looked at by the server alone
+    warmed = replace(config.clustering, recluster_every=0)
     run = replace(config.run, alone="none", name=folder.alone.name, runs_dir=str(folder.path), max_rounds=None)
     reference = replace(
         config,
         data=replace(config.data, arrive=()),
         training=replace(training, **{**reset, "eval_every": eval_every}),
-        clustering=replace(config.clustering, recluster_every=0),
+        clustering=warmed if config.clustering.fingerprint == "delta" else ClusteringConfig(),
         ranks=replace(config.ranks, rerank=False),
         split=replace(config.split, topology="server"),
         mixing=MixingConfig(strategy="local"),
@@ -87,12 +96,18 @@ def reference_assembly(assembly: Assembly, folder: RunFolder, *, at_sites: bool)
     return alone, f"also trains {number} alone for comparison, up to +{cost:.0f}% time; --alone none leaves it out"
 
 
+def num_alone(config: Config, clients: int, *, is_full: bool) -> int:
+    """Number of these clients that train alone where the method sends anything."""
+    most = {"none": 0, "sample": MOST_WHOLE if is_full else MOST_CLIENTS, "all": clients}
+    return min(clients, most[config.run.alone])
+
+
 def _reference_clients(assembly: Assembly) -> tuple[str, ...]:
     """The clients that train alone, without attackers; a sample is drawn by the seed, evenly over the tasks."""
     config = assembly.config
     attackers = configured_attackers(config, assembly.names)
     honest = [client for client in assembly.clients if client.name not in attackers] or list(assembly.clients)
-    most = len(honest) if config.run.alone == "all" else MOST_WHOLE if assembly.is_full else MOST_CLIENTS
+    most = num_alone(config, len(honest), is_full=assembly.is_full)
     shuffled = [honest[index] for index in generator(config.run.seed, "alone").permutation(len(honest))]
     of_task: dict[str, list[str]] = {}
     for client in shuffled:
