@@ -8,7 +8,7 @@ import torch
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.task import Task
-from atlas_fl.experiment.alone import LEVEL, RESAMPLES, reference_config, resample_gain
+from atlas_fl.experiment.alone import LEVEL, RESAMPLES, reference_config, resample_scores
 from atlas_fl.experiment.summary import gain_note
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.setup.options import strategy_of
@@ -30,11 +30,16 @@ def outcomes(hits: list[int], *, rows: list[int] | None = None) -> dict[str, tor
     }
 
 
+def gains(task: Task, together: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> np.ndarray:
+    first, second = (resample_scores(task, own, rng=np.random.default_rng(0)) for own in (together, alone))
+    return first - second
+
+
 def test_the_interval_of_a_gain_is_that_of_paired_differences() -> None:
     # 30 examples are right together alone, 10 alone alone, 60 in both: the difference is .2 with a standard error of
     # sqrt((.4 - .04) / 100) = .06
     together, alone = [1] * 30 + [0] * 10 + [1] * 60, [0] * 30 + [1] * 10 + [1] * 60
-    draws = resample_gain(task_of("accuracy"), outcomes(together), outcomes(alone), rng=np.random.default_rng(0))
+    draws = gains(task_of("accuracy"), outcomes(together), outcomes(alone))
     assert draws.shape == (RESAMPLES,)
     assert draws.mean() == pytest.approx(0.2, abs=0.01) and draws.std() == pytest.approx(0.06, abs=0.005)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -43,10 +48,7 @@ def test_the_interval_of_a_gain_is_that_of_paired_differences() -> None:
 
 def test_another_metric_is_computed_on_every_draw_and_accuracy_is_the_same_either_way() -> None:
     together, alone = outcomes([1] * 25 + [0] * 15), outcomes([1] * 20 + [0] * 20)
-    by_metric = {
-        metric: resample_gain(task_of(metric), together, alone, rng=np.random.default_rng(1))
-        for metric in ("accuracy", "f1", "mcc")
-    }
+    by_metric = {metric: gains(task_of(metric), together, alone) for metric in ("accuracy", "f1", "mcc")}
     assert by_metric["accuracy"].mean() == pytest.approx(5 / 40, abs=0.01)
     # all examples are of class 1: precision is 1, and F1 is 2 r / (1 + r) of recalls 25/40 and 20/40
     assert by_metric["f1"].mean() == pytest.approx(2 * 0.625 / 1.625 - 2 * 0.5 / 1.5, abs=0.01)
@@ -57,10 +59,14 @@ def test_texts_are_drawn_whole() -> None:
     # ten texts of four tokens, of which five are all right together and none alone: a share of texts, not of tokens
     writer = task_of("generation", 0)
     rows, together, alone = [4] * 10, [1] * 20 + [0] * 20, [0] * 40
-    draws = resample_gain(
-        writer, outcomes(together, rows=rows), outcomes(alone, rows=rows), rng=np.random.default_rng(2)
-    )
+    draws = gains(writer, outcomes(together, rows=rows), outcomes(alone, rows=rows))
     assert draws.std() == pytest.approx((0.5 * 0.5 / 10) ** 0.5, abs=0.02)
+
+
+def test_all_runs_draw_the_same_examples() -> None:
+    accuracy, own = task_of("accuracy"), outcomes([1, 0, 0, 1, 1] * 8)
+    assert not gains(accuracy, own, own).any()
+    assert gains(accuracy, own, outcomes([0, 1, 1, 0, 0] * 8)).std() > 0.1
 
 
 def gain(value: float, *interval: float) -> dict[str, object]:

@@ -133,19 +133,16 @@ def summarise_gains(
     assembly: Assembly, together: Mapping[str, Update], alone: Mapping[str, Update], *, seconds: float
 ) -> dict[str, Any]:
     """The entry `alone` of a summary: by client the scores, the gain and its interval; their means; the cost."""
-    tasks = {client.name: client.task for client in assembly.clients}
+    first, second = (resample_clients(assembly, updates) for updates in (together, alone))
     clients: dict[str, dict[str, Any]] = {}
-    draws: list[np.ndarray] = []
     for name, reference in alone.items():
         own, other = (update.metrics["primary"] for update in (together[name], reference))
-        rng = generator(assembly.config.run.seed, "alone", name)
-        pair = (update.reported[OUTCOMES] for update in (together[name], reference))
-        draws.append(resample_gain(tasks[name], *pair, rng=rng))
-        clients[name] = {"together": own, "alone": other, **_with_interval(own - other, draws[-1])}
+        clients[name] = {"together": own, "alone": other, **_with_interval(own - other, first[name] - second[name])}
     mean = float(np.mean([entry["gain"] for entry in clients.values()]))
+    mean_draws = np.mean([first[name] - second[name] for name in clients], axis=0)
     return {
         "clients": clients,
-        "mean": _with_interval(mean, np.mean(draws, axis=0)),
+        "mean": _with_interval(mean, mean_draws),
         "of": len(assembly.clients),
         "seconds": seconds,
     }
@@ -156,19 +153,25 @@ def _with_interval(gain: float, draws: np.ndarray) -> dict[str, Any]:
     return {"gain": gain, "interval": ends.tolist()}
 
 
-def resample_gain(task: Task, together: Params, alone: Params, *, rng: np.random.Generator) -> np.ndarray:
-    """Gains in the task's metric over draws of its test examples with replacement, (RESAMPLES,)."""
-    labels, rows = (together[name].numpy() for name in ("labels", "rows"))
-    outputs = [params["outputs"].numpy() for params in (together, alone)]
+def resample_clients(assembly: Assembly, updates: Mapping[str, Update]) -> dict[str, np.ndarray]:
+    """Test scores of these clients over draws of their examples, (RESAMPLES,); every run draws alike, so they pair."""
+    tasks = {client.name: client.task for client in assembly.clients}
+    return {
+        name: resample_scores(tasks[name], update.reported[OUTCOMES], rng=generator(0, "test examples", name))
+        for name, update in updates.items()
+    }
+
+
+def resample_scores(task: Task, outcomes: Params, *, rng: np.random.Generator) -> np.ndarray:
+    """Scores in the task's metric over draws of its test examples with replacement, (RESAMPLES,)."""
+    labels, outputs, rows = (outcomes[name].numpy() for name in ("labels", "outputs", "rows"))
     size = len(labels)
     if task.writes or (task.has_classes and task.metric == "accuracy"):
-        hits = [_hits(task, labels, own, rows) for own in outputs]
         drawn = rng.multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
-        gains: np.ndarray = drawn @ (hits[0] - hits[1]) / np.maximum(drawn @ rows, 1)
-        return gains
+        shares: np.ndarray = drawn @ _hits(task, labels, outputs, rows) / np.maximum(drawn @ rows, 1)
+        return shares
     draws = rng.integers(size, size=(RESAMPLES, size))
-    first, second = ([scores(task, labels[draw], own[draw])["primary"] for draw in draws] for own in outputs)
-    return np.subtract(first, second)
+    return np.array([scores(task, labels[draw], outputs[draw])["primary"] for draw in draws])
 
 
 def _hits(task: Task, labels: np.ndarray, outputs: np.ndarray, rows: np.ndarray) -> np.ndarray:

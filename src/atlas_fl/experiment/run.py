@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.client.job import Update
 from atlas_fl.clustering.result import Clustering
 from atlas_fl.config import (
     Config,
@@ -20,7 +21,7 @@ from atlas_fl.config import (
 )
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore
-from atlas_fl.experiment.alone import reference_assembly, score_examples, summarise_gains
+from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
 from atlas_fl.experiment.recorder import (
@@ -34,7 +35,6 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
-from atlas_fl.params import ByClient
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import cuts_of, plan_run
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
@@ -42,7 +42,6 @@ from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
-from atlas_fl.split.channel import Cut
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic
@@ -168,11 +167,14 @@ def _train_remaining(
     assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
     summary = _summarise_run(assembly, recorder)
     if state.is_over:
+        asked = () if at_sites else assembly.names if config.data.task else () if reference is None else reference.names
+        own = {name: params for name, params in state.predicting_models(config).items() if name in asked}
+        scored = score_examples(engine, config, own, cuts_of(assembly, planned.plan), round=state.round)
+        if asked and config.data.task:
+            recorder.record_resampled(resample_clients(assembly, scored))
         if reference is not None:
             emit(PhaseStarted("clients alone"))
-            models = state.predicting_models(config)
-            cuts = cuts_of(assembly, planned.plan)
-            summary |= {"alone": _train_alone(reference, engine, recorder, emit, together=(assembly, models, cuts))}
+            summary |= {"alone": _train_alone(assembly, reference, engine, recorder, emit, scored)}
         recorder.write_summary(summary)
         if line := attack_note(summary):
             emit(Note(line))
@@ -198,14 +200,14 @@ def _run_to_end(
 
 
 def _train_alone(
+    assembly: Assembly,
     reference: Assembly,
     engine: Engine,
     recorder: Recorder,
     emit: OnEvent,
-    *,
-    together: tuple[Assembly, ByClient, Mapping[str, Cut]],
+    scored: Mapping[str, Update],
 ) -> dict[str, Any]:
-    """Train the clients of the reference alone, or go on with that; what they gain over it with these models."""
+    """Train the clients of the reference alone, or go on with that; what they gain over it with these scores."""
     start_time, config = time.perf_counter(), reference.config
     folder = RunFolder(recorder.folder.alone)
 
@@ -221,13 +223,8 @@ def _train_alone(
         reference, planned, state = _run_to_end(reference, engine, alone, tell)
         if not folder.summary.exists():
             alone.write_summary(_summarise_run(reference, alone))
-    assembly, models, cuts = together
-    own = {name: models[name] for name in reference.names}
-    last = config.training.rounds
-    scored = score_examples(engine, assembly.config, own, cuts, round=last)
-    by_themselves = score_examples(
-        engine, config, state.predicting_models(config), cuts_of(reference, planned.plan), round=last
-    )
+    models, cuts = state.predicting_models(config), cuts_of(reference, planned.plan)
+    by_themselves = score_examples(engine, config, models, cuts, round=state.round)
     return summarise_gains(assembly, scored, by_themselves, seconds=time.perf_counter() - start_time)
 
 

@@ -63,6 +63,8 @@ class RunFolder:
     """The outcome; it is there once the run is complete."""
     digests = InnerPath("digests.json")
     """Digests of the files of a complete run."""
+    resampled = InnerPath("resampled.safetensors")
+    """Test scores of a user's own data over draws of the examples, by client."""
     tuning = InnerPath("tuning.json")
     """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
     deliveries = InnerPath("heard.json")
