@@ -554,7 +554,7 @@ class RunConfig:
     """Folder of run folders."""
     audit: Annotated[bool, Mark.SESSION, Mark.COMMON] = False
     """Keep what every client trained and loaded, for `atlas audit`."""
-    alone: Annotated[Literal["none", "sample", "all"], Mark.SESSION, Mark.COMMON] = "sample"
+    alone: Annotated[Literal["none", "sample", "all"], Mark.SESSION] = "sample"
     """Clients that are trained alone as well once the rounds are over, so that the run can say what they gain: none, at
     most twelve (four of whole models), or all. `atlas compare`, `sweep` and `search` train none: there `local` is a
     strategy among others."""

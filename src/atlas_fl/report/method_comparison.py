@@ -172,7 +172,7 @@ def comparison_sentence(compared: MethodComparison) -> str:
     """
     means = {name: np.array(values).mean(axis=0) for name, values in compared.scores.items()}
     control = means.pop(compared.control, None)
-    words = []
+    words: list[str] = []
     for name in sorted(means, key=lambda name: -means[name].mean()):
         gains, pair = means[name] - control, compared.pairs.get(name)
         mean = float(gains.mean())
