@@ -72,7 +72,7 @@ def tiny_models(to: Path) -> tuple[Path, Path]:
 def settings(to: Path) -> dict[str, Config]:
     text, image = tiny_models(to)
     sizes = {"samples": "24", "validation_samples": "12", "test_samples": "12", "rounds": "3", "eval_every": "1"}
-    common = {**sizes, "audit": "true", "runs_dir": str(to / "runs")}
+    common = {**sizes, "audit": "true", "alone": "none", "runs_dir": str(to / "runs")}
     texts = {"tasks": "movie+trec", "clients_per_task": "2", "max_length": "24", "batch_size": "8", "model": str(text)}
     fingerprints = {"clusters": "2", "fingerprint_steps": "2", "fingerprint_batches": "2", "sketch_dim": "64"}
     ranks = {"candidates": "2+4+8", "recluster_every": "2"}

@@ -47,7 +47,7 @@ def federation(rounds: int) -> Config:
             **{"tasks": ("trec",), "clients_per_task": CLIENTS, "samples": 120, "devices": ("laptop_8gb",)},
             **{"validation_samples": 10, "test_samples": 10, "strategy": "fedavg", "space": "factors"},
             **{"ranks": str(RANK), "lr": LEARNING_RATE, "rounds": rounds},
-            **{"eval_every": rounds, "checkpoint_every": rounds},
+            **{"eval_every": rounds, "checkpoint_every": rounds, "alone": "none"},
         },
     )
 

@@ -7,14 +7,15 @@ from atlas_fl.cli.doctor import introduction, time_lines
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run_time import RunTime
 
-TIME = RunTime(loading=5, planning=40, round=25, rounds=12)
+TIME = RunTime(loading=5, planning=40, round=25, rounds=12, alone=150)
 
 
 def test_it_says_what_it_will_do_and_how_long_it_takes() -> None:
     text = "\n".join([*introduction(find_preset("quick")), *time_lines(TIME)])
     assert "9 clients train together on this machine, 3 for each task: movie, trec, pairs." in text
     assert "12 rounds" in text and "report.html" in text
-    assert "about 5.8 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
+    assert "about 8.2 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
+    assert "for each of 12 rounds, then 2.5 min for clients alone" in text
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, t
     for suffix in (".methods.csv", ".statistics.tex", ".md"):
         assert "0.75" in page.with_suffix(suffix).read_text()
     assert not page.with_suffix(".pairs.csv").exists() and page.with_suffix(".pdf").exists()
-    words = ["results", str(page.with_suffix(".csv")), "--control", "local", "--to", str(tmp_path / "page.md")]
+    words = ["results", str(page.with_suffix(".csv")), "--all", "--control", "local", "--to", str(tmp_path / "page.md")]
     assert atlas(*words).code == 0
     assert (tmp_path / "page.md").read_text() == page.with_suffix(".md").read_text()
     assert said.out.splitlines()[-1] == f"as a page to look at: {page}"
@@ -185,7 +185,12 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(atlas
     ]
     titles = [f"contradiction, dial {dial}" for dial in (1, 3)]
     assert said.out.index(titles[0]) < said.out.index(titles[1]) < said.out.index("Ranks over all federations")
-    assert said.out.count("Tests against fedavg") == 2
+    sentences = [line for line in said.out.splitlines() if line.startswith("contradiction, dial") and ": " in line]
+    assert len(sentences) == 2 and all("local is " in line and "of 1 clients, p 0.5" in line for line in sentences)
+    assert said.out.index(sentences[0]) < said.out.index(f"\n{titles[0]}\n")
+    assert said.out.count("Against fedavg") == 2 and "Tests against fedavg" not in said.out
+    again = atlas("compare", *words, "--all", "--runs-dir", str(tmp_path))
+    assert again.out.count("Tests against fedavg") == 2
     (file,) = tmp_path.glob("comparison-*.pairs.csv")
     pairs = csv.DictReader(file.read_text().splitlines())
     told = [(row["federation"], row["method"], row["control"]) for row in pairs]

@@ -61,7 +61,7 @@ def model(value: float, head: float) -> dict[str, torch.Tensor]:
 
 def assembly_of(config: Config, tasks: dict[str, str]) -> Any:
     clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task)) for name, task in tasks.items()]
-    return SimpleNamespace(config=config, clients=clients, names=tuple(tasks))
+    return SimpleNamespace(config=config, clients=clients, names=tuple(tasks), drawn_from=())
 
 
 def chosen(engine: Losses, **words: Any) -> Any:

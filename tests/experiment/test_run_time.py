@@ -32,6 +32,15 @@ def test_what_a_strategy_asks_for_beside_training_is_counted() -> None:
     assert predicted(step=1, fingerprint="delta", fingerprint_steps=3).planning == 4 + 2 * 3
 
 
+def test_training_clients_alone_is_counted() -> None:
+    # 6 rounds of 2.5 steps by half of the clients, importance on 4 batches, and two evaluations at the end
+    words = {"step": 1, "evaluation": 10, "strategy": "fedavg", "alone": "sample"}
+    assert predicted(participation=0.5, **words).alone == 6 * 2.5 / 2 + 4 + 2 * 10
+    assert predicted(**{**words, "alone": "none"}).alone == predicted(**{**words, "strategy": "local"}).alone == 0
+    plain = predicted(**{**words, "alone": "none"}).total
+    assert predicted(**words).total == plain + predicted(**words).alone
+
+
 def test_fewer_clients_and_fewer_evaluations_are_less_work() -> None:
     assert predicted(step=1, participation=0.5).round == predicted(step=1).round / 2
     # 2 of 6 rounds are evaluated

@@ -31,7 +31,7 @@ MEMORY |= {"adapters and head": 1_900_000, "gradients": 1_900_000, "Adam moments
 
 def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
     """The page of these runs, as `atlas results` writes it."""
-    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
+    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control, every_table=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def page(comparison: MethodComparison) -> str:
     result = FederationResults(
         title="null", words="", changed={}, own_settings={}, tuned={}, comparison=comparison, seeds={}, in_one_place={}
     )
-    return write_page([result], num_runs=16, control=comparison.control)
+    return write_page([result], num_runs=16, control=comparison.control, every_table=True)
 
 
 def read_csv(comparison: MethodComparison, kind: str) -> str:

@@ -13,7 +13,14 @@ from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.report.finished_runs import read_finished_run
-from atlas_fl.report.method_comparison import MethodComparison, compare_methods, describe_runs, variance_in_tasks
+from atlas_fl.report.method_comparison import (
+    MethodComparison,
+    compare_methods,
+    compare_scores,
+    comparison_sentence,
+    describe_runs,
+    variance_in_tasks,
+)
 
 Groups = Mapping[str, Sequence[Path]]
 
@@ -62,6 +69,41 @@ def test_a_method_is_described_as_pandas_does(groups, comparison) -> None:
     assert comparison.rows["fedavg_cluster"].hurt_by_control is None
     by_task = frame.assign(task=frame["client"].str.rsplit("-", n=1).str[0]).groupby(["method", "task"])["score"].mean()
     assert comparison.rows["atlas"].tasks == pytest.approx(by_task["atlas"].to_dict())
+
+
+def test_one_sentence_says_who_is_ahead(groups, comparison) -> None:
+    mean = {name: row.statistics.mean for name, row in comparison.rows.items()}
+    ahead, behind = mean["atlas"] - mean["fedavg_cluster"], mean["fedavg_cluster"] - mean["local"]
+    clients = len(comparison.clients)
+    assert comparison_sentence(comparison) == (
+        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, p 0.25); local is"
+        f" behind it by {behind:.3f} (better on 0 of {clients} clients, p 0.25)"
+    )
+    one_seed = compare_methods({name: runs[:1] for name, runs in groups.items()}, control="local")
+    assert comparison_sentence(one_seed).startswith("atlas is ahead of local by ")
+    assert comparison_sentence(one_seed).endswith(f"(better on {clients} of {clients} clients, one seed)")
+    same = compare_methods({"a": groups["local"], "b": groups["local"]}, control="a")
+    assert comparison_sentence(same) == f"b is level with a (better on 0 of {clients} clients, p 1)"
+    assert comparison_sentence(compare_methods({"a": groups["local"]})) == ""
+
+
+def test_intervals_of_a_users_own_data_are_over_draws_of_test_examples(groups) -> None:
+    draw = np.random.default_rng(0)
+    noise = draw.normal(0, 0.05, 1000)  # of the examples, alike for all methods and seeds
+    own = {"local": noise, "atlas": noise + draw.normal(0.1, 0.01, 1000)}
+    read = {name: [read_finished_run(run).scores for run in groups[name]] for name in own}
+    drawn = {
+        name: [replace(run, resampled=dict.fromkeys(run.scores, own[name])) for run in runs]
+        for name, runs in read.items()
+    }
+    compared = compare_scores(drawn, control="local")
+    assert compared.by_examples and not compare_scores(read, control="local").by_examples
+    low, high = compared.pairs["atlas"].interval
+    assert (low, high) == pytest.approx((0.1 - 0.0196, 0.1 + 0.0196), abs=0.003)
+    low, high = compared.rows["local"].statistics.interval
+    assert high - low == pytest.approx(4 * 0.05, abs=0.02)
+    rows = drawn["atlas"][1:] + read["atlas"][:1]  # a row of a file has no draws
+    assert not compare_scores({**drawn, "atlas": rows}, control="local").by_examples
 
 
 def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups, comparison) -> None:

@@ -192,7 +192,7 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
         clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
         ranks=RanksConfig(candidates=(2, 4, 8)),
         mixing=MixingConfig(strategy="atlas_laplacian"),
-        run=RunConfig(runs_dir=str(folder / "runs"), audit=True, name="run"),
+        run=RunConfig(runs_dir=str(folder / "runs"), audit=True, name="run", alone="none"),
     )
 
     def make(**values: object) -> Config:
@@ -230,7 +230,7 @@ def image_configs(tiny_vit: Path, folder: Path) -> Callable[..., Config]:
         {
             **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
             **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 2, "eval_every": 2},
-            **{"lr": 0.02, "audit": True, "runs_dir": str(folder / "runs"), "name": "run"},
+            **{"lr": 0.02, "alone": "none", "audit": True, "runs_dir": str(folder / "runs"), "name": "run"},
         },
     )
     return lambda **values: with_values(base, values)

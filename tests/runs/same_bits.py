@@ -115,7 +115,9 @@ def run_case(name: str, models: Path) -> dict[str, Any]:
         folder = Path(place)
         values = {key: str(value) for key, value in case.settings.items()}
         if case.preset:
-            config = with_values(find_preset(case.preset), {**values, "runs_dir": place, "name": "run"})
+            config = with_values(
+                find_preset(case.preset), {**values, "runs_dir": place, "name": "run", "alone": "none"}
+            )
         else:
             name, save, make = (
                 ("tiny-vit", save_vit, image_configs) if case.images else ("tiny-bert", save_bert, configs)

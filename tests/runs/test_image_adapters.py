@@ -43,7 +43,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             **{"model": str(model), "image_size": 16, "tasks": "digits", "task": f"stripes={stripes}"},
             **{"clients_per_task": 2, "samples": 24, "validation_samples": 8, "test_samples": 10, "rounds": 3},
             **{"batch_size": 8, "lr": 5e-3, "clusters": "oracle", "fingerprint_steps": 2, "sketch_dim": 64},
-            **{"candidates": "2+4+8", "audit": True, "runs_dir": str(folder / "runs"), "crop": 1, "flip": True},
+            **{
+                "candidates": "2+4+8",
+                "audit": True,
+                "alone": "none",
+                "runs_dir": str(folder / "runs"),
+                "crop": 1,
+                "flip": True,
+            },
         },
     )
     return lambda **values: with_values(base, values)

@@ -42,7 +42,7 @@ def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
         {
             **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 3, "samples": 60},
             **{"validation_samples": 30, "test_samples": 40, "participation": 1.0, "rounds": 1, "eval_every": 1},
-            **{"lr": 0.05, "runs_dir": str(folder / "runs")},
+            **{"lr": 0.05, "alone": "none", "runs_dir": str(folder / "runs")},
         },
     )
     return lambda **values: with_values(base, values)

@@ -1,6 +1,7 @@
 """The audit of a run, round by round and client by client (`audit_run`), and of several runs side by side.
 
-Several runs that differ in a decisive setting must not have ended with the same models.
+The run of its clients alone is audited with it. Several runs that differ in a decisive setting must not have ended with
+the same models.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,8 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
     runs: list[Run] = []
     unseen: list[str] = []
     unchecked: list[str] = []
-    for path in (Path(path) for path in (run_dir, *others)):
+    folders = [RunFolder(Path(path)) for path in (run_dir, *others)]
+    for path in (inner for folder in folders for inner in (folder.path, folder.alone) if is_audited(folder, inner)):
         damage = list(damaged_files(path))
         rows += damage
         try:
@@ -66,6 +68,11 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
         else:
             runs += [] if damage else [run]
     return AuditReport(rows=(*rows, *_compare_runs(runs)), unseen=tuple(unseen), unchecked=tuple(unchecked))
+
+
+def is_audited(folder: RunFolder, inner: Path) -> bool:
+    """Return whether this is the run itself, or the run of its clients alone where that has a plan."""
+    return inner == folder.path or RunFolder(inner).is_run()
 
 
 def damaged_files(path: Path) -> Iterator[AuditRow]:

@@ -95,8 +95,13 @@ def time_line(preset: str, run: "RunTime") -> str:
     """Time that a preset takes beside what else runs now."""
     return (
         f"atlas run --preset {preset}: about {seconds(run.total)}, of these {seconds(run.loading + run.planning)}"
-        f" before round 1 and {seconds(run.round)} a round"
+        f" before round 1 and {seconds(run.round)} a round{alone_words(run)}"
     )
+
+
+def alone_words(run: "RunTime") -> str:
+    """Time for training clients alone, as the end of a sentence; empty where none is."""
+    return f", then {seconds(run.alone)} for clients alone" if run.alone else ""
 
 
 def problem_lines(problems: "Sequence[Problem]") -> Iterator[str]:
@@ -121,6 +126,7 @@ def demo(options: DemoOptions) -> int:
 
     from atlas_fl.cli.tables import outcome
     from atlas_fl.experiment.run import run_config
+    from atlas_fl.experiment.summary import gain_note
     from atlas_fl.report.html.write import write_report
 
     with show_progress() as on_event, going_on("the same command"):
@@ -128,6 +134,7 @@ def demo(options: DemoOptions) -> int:
     show(outcome(result.folder, result.summary, complete=result.complete))
     page = write_report([result.folder])
     show([*next_steps(config, folder), str(page)])
+    show(["", line] if (line := gain_note(result.summary)) else [])
     return 0
 
 
@@ -141,7 +148,8 @@ def introduction(config: Config) -> Iterator[str]:
     yield "  1. fingerprints: which clients are alike, from what each computes on its own texts"
     yield "  2. ranks: how large an adapter each client's device can hold"
     yield f"  3. {rounds} rounds of training and mixing: a line each, with the mean score and the worst client's"
-    yield "  4. report.html: what came out, on one page"
+    yield "  4. the same clients once more, each alone: what training together is worth"
+    yield "  5. report.html: what came out, on one page"
     yield f"It is `atlas run --preset {config.run.preset}`, which repeats to the bit on this machine."
 
 
@@ -150,7 +158,7 @@ def time_lines(predicted: "RunTime") -> Iterator[str]:
     before = predicted.loading + predicted.planning
     yield (
         f"about {seconds(predicted.total)} on this machine as busy as it is now: {seconds(before)} before round 1,"
-        f" then {seconds(predicted.round)} for each of {predicted.rounds} rounds"
+        f" then {seconds(predicted.round)} for each of {predicted.rounds} rounds{alone_words(predicted)}"
     )
     yield "Stop it with Ctrl-C whenever you like; the same command goes on after the last complete round."
 
@@ -161,7 +169,6 @@ def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
     yield ""
     yield "What to look at next:"
     yield f"  atlas report {folder.path}    also draws each figure as PNG and PDF"
-    yield f"  atlas run --preset {preset} --strategy local    everyone alone: what training together is worth"
     yield f"  atlas compare --preset {preset} --strategies local fedavg_cluster atlas --seeds 3    with intervals"
     yield "  docs/guides/your-own-data.md    a csv file of yours"
     yield "Open this page in a browser:"

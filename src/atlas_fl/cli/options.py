@@ -121,8 +121,11 @@ class ResultsOptions:
     """The file to write; printed by default."""
     csv: str | None = None
     """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
-    control: str = "fedavg"
-    """The strategy that the others are tested against."""
+    control: str | None = None
+    """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local that a
+    federation has."""
+    all: bool = False
+    """Write all tables of each federation, and not the first two alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +260,8 @@ class CompareOptions(SettingsOptions):
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, each in a process of its own with its share of the cores."""
+    all: bool = False
+    """Print all tables, and not the first two alone; files and page have all of them either way."""
 
 
 @dataclass(frozen=True, kw_only=True)

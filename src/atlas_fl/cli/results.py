@@ -77,7 +77,7 @@ def page_of_results(options: cli.ResultsOptions) -> int:
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
     runs = find_finished_runs(options.folders)
     results = federation_results(runs, control=options.control)
-    page = write_page(results, num_runs=len(runs), control=options.control)
+    page = write_page(results, num_runs=len(runs), control=options.control, every_table=options.all)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])

@@ -29,6 +29,7 @@ from atlas_fl.experiment.sweep import (
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
 from atlas_fl.report.comparison_tables import (
+    first_tables,
     method_tables,
     pair_tables,
     statistics_files,
@@ -40,7 +41,7 @@ from atlas_fl.report.federation_results import VARIED, federation_results
 from atlas_fl.report.finished_runs import FinishedRun, RunScores, read_finished_run, to_csv
 from atlas_fl.report.html.write import write_report
 from atlas_fl.report.method_comparison import describe_runs
-from atlas_fl.report.results_page import lines_in_one_place, write_page
+from atlas_fl.report.results_page import lines_in_one_place, sentence_of, write_page
 from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
@@ -71,7 +72,7 @@ def sweep(options: SweepOptions) -> int:
         show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    finished = _write_runs(_run(points), path=path, note=note)
+    finished, written = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):
         groups.setdefault(label_of(point), []).append(run.scores)
@@ -80,8 +81,7 @@ def sweep(options: SweepOptions) -> int:
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
     tables = [*method_tables(described.rows), task_table(described.rows)]
-    tables = [*method_tables(described.rows), task_table(described.rows)]
-    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
+    show([*tables, *written, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
     return 0
 
 
@@ -107,8 +107,9 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
-    finished = _write_runs(runs, path=path, score=options.score)
+    finished, written = _write_runs(runs, path=path, score=options.score)
     control = _show_comparison(finished, options, values, path=path)
+    show(written)
     page = write_report(
         [folder for _, folder in runs], to=path.with_suffix(".html"), control=control, score=options.score
     )
@@ -186,15 +187,14 @@ def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
 
 def _write_runs(
     runs: Runs, *, path: Path, score: Literal["final", "best"] = "final", note: str = ""
-) -> list[FinishedRun]:
-    """Write the runs as rows, as `atlas results` reads them, and draw them; the runs with the scores asked for."""
+) -> tuple[list[FinishedRun], list[str]]:
+    """Write the runs as rows, as `atlas results` reads them, and draw them; (the runs with these scores, the files)."""
     write_atomic(path, to_csv([read_finished_run(folder) for _, folder in runs]).encode())
     finished = [read_finished_run(folder, score=score) for _, folder in runs]
     means = [fmean(run.scores.scores.values()) for run in finished]
     drawn = draw([sweep_chart([point.changes for point, _ in runs], means, note=note)])
     save_pdf(drawn, path.with_suffix(".pdf"))
-    show([f"the runs: {path}", f"and as a figure: {save_png(drawn, path.with_suffix('.png'))}"])
-    return finished
+    return finished, [f"the runs: {path}", f"and as a figure: {save_png(drawn, path.with_suffix('.png'))}"]
 
 
 def _show_comparison(
@@ -207,11 +207,15 @@ def _show_comparison(
     named = None if VARIED & set(values) else options.control
     results = federation_results(runs, control=named)
     compared = {result.title: result.comparison for result in results if result.comparison is not None}
+    show(["", *(f"{result.title}: {line}" for result in results if (line := sentence_of(result)))])
     for result in results:
-        show([f"\n{result.title}"])
-        if result.comparison is not None:
+        show([f"\n{result.title}"] if len(results) > 1 or not sentence_of(result) else [])
+        if result.comparison is not None and options.all:
             rows = result.comparison.rows
-            show([*method_tables(rows), task_table(rows), *pair_tables(result.comparison)])
+            methods = method_tables(rows, by_examples=result.comparison.by_examples)
+            show([*methods, task_table(rows), *pair_tables(result.comparison)])
+        elif result.comparison is not None:
+            show([*first_tables(result.comparison), "--all prints the other tables"])
         show(lines_in_one_place(result))
     if not compared:
         return named
@@ -219,7 +223,7 @@ def _show_comparison(
     ranks = rank_if_several(list(compared.values()))
     show([] if ranks is None else [ranks_table(ranks, control=control)])
     files = statistics_files(compared)
-    files["md"] = write_page(results, num_runs=len(runs), control=control, score=options.score)
+    files["md"] = write_page(results, num_runs=len(runs), control=control, score=options.score, every_table=True)
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
     show([f"all statistics in full: {path.with_suffix('')}.{{{','.join(files)}}}"])

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.experiment.summary import gain_note
 from atlas_fl.planning.place_client import ClientPlacement
 from atlas_fl.report.format import EMPTY, cluster_name
 from atlas_fl.report.table import Cell, Number, Table, count, plain
@@ -17,6 +18,8 @@ SHOWN_FAILURES = 10
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iterator[RenderableType]:
     """Result of a run, from the content of `summary.json`; for one that is not complete, how to go on."""
+    if line := gain_note(summary):
+        yield line
     yield closing_table(summary)
     if summary.get("sharing"):
         groups = [group.items() for group in summary["sharing"].values()]

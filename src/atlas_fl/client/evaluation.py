@@ -83,9 +83,23 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
                 metrics={**scores_of(task, labels, kept), **answers, "seconds": seconds},
                 crossed={} if line is None else dict(line.traffic),
                 classes=by_class(labels, np.concatenate(kept)) if counted else {},
+                reported={OUTCOMES: _outcomes(job, site, labels, kept)} if job.options.outcomes else {},
             )
         )
     return updates
+
+
+OUTCOMES = "outcomes"
+"""The kind of what is reported of single examples."""
+
+
+def _outcomes(job: Job, site: Site, labels: np.ndarray, kept: Sequence[np.ndarray]) -> Params:
+    """Labels, what is kept of the logits, and rows of it by example, in one order for all models of a client."""
+    examples = site.data[job.client].splits[job.options.split]
+    counts = examples.take(in_order(examples.lengths)).num_targets if site.data[job.client].task.writes else 1
+    rows = np.broadcast_to(np.asarray(counts, np.int64), len(labels))
+    values = {"labels": labels, "outputs": np.concatenate(kept), "rows": rows}
+    return {name: torch.from_numpy(np.array(array)) for name, array in values.items()}
 
 
 Outputs: TypeAlias = tuple[np.ndarray, list[np.ndarray]]

@@ -126,6 +126,8 @@ class EvaluateOptions:
     """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits."""
+    outcomes: bool = False
+    """Report the outputs and labels of every example; of simulated clients alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -554,6 +554,10 @@ class RunConfig:
     """Folder of run folders."""
     audit: Annotated[bool, Mark.SESSION, Mark.COMMON] = False
     """Keep what every client trained and loaded, for `atlas audit`."""
+    alone: Annotated[Literal["none", "sample", "all"], Mark.SESSION] = "sample"
+    """Clients that are trained alone as well once the rounds are over, so that the run can say what they gain: none, at
+    most twelve (four of whole models), or all. `atlas compare`, `sweep` and `search` train none: there `local` is a
+    strategy among others."""
     max_rounds: Annotated[int | None, Range(least=1), Mark.SESSION, Mark.COMMON] = None
     """Stop after this many rounds of this session; `atlas resume` goes on."""
     checkpoint_every: Annotated[int, Range(least=1), Mark.SESSION] = 1

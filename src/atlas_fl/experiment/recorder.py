@@ -357,6 +357,11 @@ class Recorder:
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:
         return best_rounds(state.history, self.config.run.keep_best)
 
+    def record_resampled(self, scores: Mapping[str, np.ndarray]) -> None:
+        """Write test scores over draws of each client's examples, from which comparisons make intervals."""
+        tensors = {name: torch.from_numpy(values) for name, values in scores.items()}
+        self.file_digests[self.folder.resampled.name] = write_tensors(self.folder.resampled, tensors)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
         digest = sha256(encode_json(summary)).hexdigest()

@@ -249,9 +249,10 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
 def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
     """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
+    drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
     return RoundStart(
         round=number,
-        clients=round_participants(config, assembly.names, round=number),
+        clients=tuple(name for name in drawn if name in assembly.names),
         tasks={client.name: client.task.name for client in assembly.clients},
         client_models=state.client_models,
         server_models=state.server_models,
@@ -339,7 +340,9 @@ def one_round(
         client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
         mask=planned.mask,
         sent=_sent_beside_models(jobs),
-        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts),
+        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts)
+        if jobs
+        else frozenset(),
     )
     return state.after(record), record
 

@@ -1,12 +1,13 @@
 """Runs: run a config in its folder, resume from a checkpoint, export models, write the summary."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.client.job import Update
 from atlas_fl.clustering.result import Clustering
 from atlas_fl.config import (
     Config,
@@ -19,7 +20,8 @@ from atlas_fl.config import (
     validate,
 )
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
-from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore
+from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
 from atlas_fl.experiment.recorder import (
@@ -34,7 +36,7 @@ from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import PlanResult, read_plan
-from atlas_fl.planning.planner import plan_run
+from atlas_fl.planning.planner import cuts_of, plan_run
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -148,21 +150,42 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
         with backend(config, emit) as (assembly, engine):
             assembly = defer_late_clients(assembly)
             model = asdict(model_identity(assembly.site.backbone))
-            recorder = Recorder(
-                folder=folder,
-                config=config,
-                clients=assembly.clients,
-                provenance=provenance_of(config, assembly.clients, model, assembly.site.secrets),
-                file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
-            )
+            recorder = _new_recorder(assembly, folder, model)
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
-            return _train_remaining(assembly, engine, recorder, emit)
+            return _train_remaining(assembly, engine, recorder, emit, at_sites=backend not in BACKENDS.values())
 
 
-def _train_remaining(assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent) -> RunResult:
-    """Train the remaining rounds within `max_rounds`; after the last one export the models and write the summary."""
+def _train_remaining(
+    assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent, *, at_sites: bool
+) -> RunResult:
+    """Train the remaining rounds within `max_rounds`; after the last one train clients alone and write the summary."""
+    config, folder = assembly.config, recorder.folder
+    reference, line = reference_assembly(assembly, folder, at_sites=at_sites)
+    if line:
+        emit(Note(line))
+    hostile = with_attackers(engine, config, assembly.clients)
+    assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
+    summary = _summarise_run(assembly, recorder)
+    if state.is_over:
+        asked = () if at_sites else assembly.names if config.data.task else () if reference is None else reference.names
+        own = {name: params for name, params in state.predicting_models(config).items() if name in asked}
+        scored = score_examples(engine, config, own, cuts_of(assembly, planned.plan), round=state.round)
+        if asked and config.data.task:
+            recorder.record_resampled(resample_clients(assembly, scored))
+        if reference is not None:
+            emit(PhaseStarted("clients alone"))
+            summary |= {"alone": _train_alone(assembly, reference, engine, recorder, emit, scored)}
+        recorder.write_summary(summary)
+        if line := attack_note(summary):
+            emit(Note(line))
+    return _run_result(folder, summary)
+
+
+def _run_to_end(
+    assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent
+) -> tuple[Assembly, PlanResult, FederationState]:
+    """Plan or load, train the remaining rounds within `max_rounds`, and export the models after the last one."""
     config = assembly.config
-    engine = with_attackers(engine, config, assembly.clients)
     assembly, planned, state = _load_or_plan(assembly, recorder, engine, emit)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
@@ -173,12 +196,48 @@ def _train_remaining(assembly: Assembly, engine: Engine, recorder: Recorder, emi
     if state.is_over:
         emit(PhaseStarted("export"))
         export_clients(assembly, state.predicting_models(config), recorder.folder, on_event=emit)
-    summary = _summarise_run(assembly, recorder)
-    if state.is_over:
-        recorder.write_summary(summary)
-        if line := attack_note(summary):
-            emit(Note(line))
-    return _run_result(recorder.folder, summary)
+    return assembly, planned, state
+
+
+def _train_alone(
+    assembly: Assembly,
+    reference: Assembly,
+    engine: Engine,
+    recorder: Recorder,
+    emit: OnEvent,
+    scored: Mapping[str, Update],
+) -> dict[str, Any]:
+    """Train the clients of the reference alone, or go on with that; what they gain over it with these scores."""
+    start_time, config = time.perf_counter(), reference.config
+    folder = RunFolder(recorder.folder.alone)
+
+    def tell(event: Any) -> None:
+        if isinstance(event, RoundFinished):
+            emit(Progress("rounds alone", event.round, event.rounds))
+
+    with run_lock(folder.path):
+        remove_leftovers(folder.path)
+        if not folder.config.exists():
+            write_atomic(folder.config, to_toml(config).encode())
+        alone = _new_recorder(reference, folder, recorder.provenance["model"])
+        reference, planned, state = _run_to_end(reference, engine, alone, tell)
+        if not folder.summary.exists():
+            alone.write_summary(_summarise_run(reference, alone))
+    models, cuts = state.predicting_models(config), cuts_of(reference, planned.plan)
+    by_themselves = score_examples(engine, config, models, cuts, round=state.round)
+    return summarise_gains(assembly, scored, by_themselves, seconds=time.perf_counter() - start_time)
+
+
+def _new_recorder(assembly: Assembly, folder: RunFolder, model: Mapping[str, str | None]) -> Recorder:
+    """The recorder of a run of this assembly, whose config lies in the folder."""
+    config = assembly.config
+    return Recorder(
+        folder=folder,
+        config=config,
+        clients=assembly.clients,
+        provenance=provenance_of(config, assembly.clients, model, assembly.site.secrets),
+        file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
+    )
 
 
 def _load_or_plan(

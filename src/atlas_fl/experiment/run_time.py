@@ -16,6 +16,7 @@ from atlas_fl.client.local_training import num_steps
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
+from atlas_fl.experiment.alone import num_alone
 from atlas_fl.methods.kriging import PASSES
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.ranks_and_cuts import IMPORTANCE_BATCHES
@@ -35,11 +36,13 @@ class RunTime:
     round: float
     """One round with its evaluation, in the mean over rounds."""
     rounds: int
+    alone: float = 0.0
+    """Training clients alone for comparison."""
 
     @property
     def total(self) -> float:
         """Seconds from start to end."""
-        return self.loading + self.planning + self.rounds * self.round
+        return self.loading + self.planning + self.rounds * self.round + self.alone
 
 
 def measure_run(config: Config, *, start_time: float) -> RunTime:
@@ -87,9 +90,12 @@ def predict(config: Config, num_examples: Sequence[int], *, loading: float, step
         planning_steps += 2 * clustering.fingerprint_steps
     elif strategy_of(config).clustered:
         planning_steps += 2 * clustering.fingerprint_batches
+    alone = num_alone(config, len(num_examples), is_full=False) if strategy_of(config).communicates else 0
+    own_rounds = training.rounds * share * everyone + IMPORTANCE_BATCHES * step + 2 * evaluation
     return RunTime(
         loading=loading,
         planning=planning_steps * step,
         round=share * everyone + (evaluation * num_evaluations + halves) / training.rounds,
         rounds=training.rounds,
+        alone=own_rounds * alone / len(num_examples),
     )

@@ -10,6 +10,8 @@
     attackers, honest  with `--attack`: who attacks, and the same over all others
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round; apart, what reused results of earlier runs of the process had taken
+    alone      with `--alone`: per client its test score together and alone, the gain and its interval
+               (`experiment.alone`); their means, seconds
     memory, versions, events (refused updates)
     sharing    with `kriging`: by client and group of parameters, how much of its own it keeps and why
 
@@ -38,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atlas_fl.errors import first_of
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
@@ -80,6 +83,9 @@ STOPPED = "stopped early"
 """The event of a run that ended before its last round."""
 MEASURED = "sharing measured"
 """The event of a client in a round that measured how much of its own it keeps, with a group of parameters."""
+
+MOST_NAMED = 3
+"""Clients that lose which a sentence names."""
 
 Row = Mapping[str, Any]
 
@@ -370,6 +376,37 @@ def attack_note(summary: Mapping[str, Any]) -> str:
         f"simulated attackers: {', '.join(summary['attackers'])}; the others have a test score of"
         f" {scores['test']['primary']:.3f} (worst {worst['client']} {worst['primary']:.3f})"
     )
+
+
+def gain_note(summary: Mapping[str, Any]) -> str:
+    """What the clients gain from training together, as one line; empty where none was trained alone.
+
+    >>> loss = {"gain": -0.01, "interval": [-0.04, 0.02]}
+    >>> gains = {"movie-0": {"gain": 0.1, "interval": [0.02, 0.18]}, "movie-1": loss}
+    >>> gain_note({"alone": {"clients": gains, "of": 2, "mean": {"gain": 0.045, "interval": [0.01, 0.08]}}})
+    '1 of 2 clients gains from training together, mean +0.045; movie-1 loses 0.010 (within noise)'
+    """
+    if "alone" not in summary:
+        return ""
+    found = summary["alone"]
+    clients, mean = found["clients"], found["mean"]
+    gaining = [name for name, entry in clients.items() if entry["gain"] > 0]
+    losing = sorted((name for name in clients if clients[name]["gain"] < 0), key=lambda name: clients[name]["gain"])
+    number = f"{len(gaining)} of {len(clients)} clients"
+    number += f" (a sample of {found['of']})" if found["of"] > len(clients) else ""
+    words = [f"{name} loses {-clients[name]['gain']:.3f}{noise_word(clients[name])}" for name in losing[:MOST_NAMED]]
+    words += [f"{len(losing) - MOST_NAMED} more lose"] if len(losing) > MOST_NAMED else []
+    same = [name for name, entry in clients.items() if entry["gain"] == 0]
+    words += [f"{first_of(same)} neither gain{'s' * (len(same) == 1)} nor lose{'s' * (len(same) == 1)}"] if same else []
+    verb = "gains" if len(gaining) == 1 else "gain"
+    line = f"{number} {verb} from training together, mean {mean['gain']:+.3f}{noise_word(mean)}"
+    return "; ".join([line, *([", ".join(words)] if words else [])])
+
+
+def noise_word(entry: Mapping[str, Any]) -> str:
+    """` (within noise)` where the interval of a gain holds zero."""
+    low, high = entry["interval"]
+    return " (within noise)" if low <= 0 <= high else ""
 
 
 def by_task(by_client: Mapping[str, History]) -> dict[str, list[History]]:

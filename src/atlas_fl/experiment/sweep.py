@@ -190,7 +190,7 @@ def grid(
         if "dial" in changes:
             changed = turn_dial(changed, changed.run.dial or 0)
         for seed in seeds:
-            config = replace(changed, run=replace(changed.run, seed=seed))
+            config = replace(changed, run=replace(changed.run, seed=seed, alone="none"))
             points.append(Point(config=_with_run_name(pin_mask_file(validate(config)), base.run.name), changes=changes))
     _check_distinct(points)
     return tuple(points)

@@ -136,24 +136,36 @@ NOTES = {
 """The note below each table, by its title."""
 
 
-def method_tables(rows: Mapping[str, MethodRow]) -> list[Table]:
+BY_EXAMPLES = "; 95%: over draws of the test examples, which a user's own data keep in all seeds"
+"""End of the notes of tables whose intervals are of that kind."""
+
+
+def method_tables(rows: Mapping[str, MethodRow], *, by_examples: bool = False) -> list[Table]:
     """The tables with one row a method; without those of which nothing is known, and without unknown memory."""
     tables = []
     for title, columns in METHOD_TABLES.items():
         unknown = {name for name, cell in columns.items() if all(text_of(cell(row)) == EMPTY for row in rows.values())}
         kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY}}
         if len(unknown) < len(columns):
-            tables.append(_table(title, kept, rows, note=NOTES[title]))
+            end = BY_EXAMPLES if by_examples and title == "Scores" else ""
+            tables.append(_table(title, kept, rows, note=NOTES[title] + end))
     return tables
 
 
 def pair_tables(comparison: MethodComparison) -> list[Table]:
     """The tables with one row a method against the control; none of one seed."""
+    ends = {"Against": BY_EXAMPLES} if comparison.by_examples else {}
     return [
-        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=NOTES[title])
+        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=NOTES[title] + ends.get(title, ""))
         for title, columns in PAIR_TABLES.items()
         if comparison.pairs
     ]
+
+
+def first_tables(comparison: MethodComparison) -> list[Table]:
+    """The two tables that answer most: the scores, and the differences from the control; of one seed, the clients."""
+    first, second = method_tables(comparison.rows, by_examples=comparison.by_examples)[:2]
+    return [first, *(pair_tables(comparison)[:1] or [second])]
 
 
 def task_table(rows: Mapping[str, MethodRow]) -> Table:
@@ -175,7 +187,8 @@ def page_tables(comparison: MethodComparison) -> list[Table]:
     ]
     title = f"Minus {comparison.control}, by seed"
     minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
-    return [*method_tables(comparison.rows), *pair_tables(comparison), *([minus] if by_seed else [])]
+    methods = method_tables(comparison.rows, by_examples=comparison.by_examples)
+    return [*methods, *pair_tables(comparison), *([minus] if by_seed else [])]
 
 
 def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +24,11 @@ from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
-from atlas_fl.storage.digests import read_checked
+from atlas_fl.storage.digests import check_files, read_checked
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
 from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
+from atlas_fl.storage.tensors import read_tensors
 
 NUMBERS = {
     "gain_over_majority": "gain_over_majority",
@@ -76,6 +77,9 @@ class RunScores:
     memory_bytes: float | None
     """Memory that training takes of the device of the client that needs most, as predicted; None where a plan does not
     predict it."""
+    resampled: Mapping[str, Any] | None = None
+    """By client, final test scores over draws of its examples, (draws,); None of a row of a file, and of data that are
+    not a user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,12 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
     folder = find_run(run)
     summary = read_summary(run)
     config = load_config(folder.config, within=folder.path)
-    found = FinishedRun(config=config, scores=_scores_of_summary(summary, score, run), tuning=read_tuning(folder))
+    scores = _scores_of_summary(summary, score, run)
+    if score == "final" and folder.resampled.is_file():
+        check_files(folder, folder.resampled)
+        draws = read_tensors(folder.resampled, within=folder.path)
+        scores = replace(scores, resampled={name: values.numpy() for name, values in draws.items()})
+    found = FinishedRun(config=config, scores=scores, tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
     return found
 
@@ -177,7 +186,8 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 def _runs_below(place: Path) -> list[FinishedRun]:
     folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
-    runs = [read_finished_run(folder.path) for folder in folders if folder.config.exists() or folder.plan.exists()]
+    own = [folder for folder in folders if not folder.is_reference()]
+    runs = [read_finished_run(folder.path) for folder in own if folder.config.exists() or folder.plan.exists()]
     return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
 
 

@@ -5,9 +5,9 @@ written: `report.comparison_tables`. Which statistic answers which question: doc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from atlas_fl.report.statistics import (
     compare_with_control,
     describe_method,
     hurt_share,
+    percentile_interval,
+    round_scores,
     task_means,
 )
 from atlas_fl.rng import generator
@@ -27,6 +29,10 @@ from atlas_fl.rng import generator
 BASELINE = "local"
 AVERAGE = "fedavg"
 """The method that "worse than the average" is measured against."""
+LEVEL_WITH = 0.0005
+"""Least difference of two means that three decimals tell from none."""
+MOST_NAMED = 4
+"""Methods that a sentence names."""
 CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 """Default controls: the first of these that is there."""
 
@@ -84,6 +90,9 @@ class MethodComparison:
     """By method."""
     pairs: Mapping[str, PairedComparison]
     """By method: its scores minus those of the control; empty for one seed."""
+    by_examples: bool = False
+    """True if the intervals of means and differences are over draws of the test examples: a user's own data keep these
+    in all seeds, so that seeds alone would say too little."""
 
 
 def compare_methods(
@@ -117,7 +126,7 @@ def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | 
     groups = {name: sorted(runs, key=lambda run: run.seed) for name, runs in groups.items()}
     seeds, clients = _common(groups)
     scores = {name: _matrix(runs, clients) for name, runs in groups.items()}
-    return MethodComparison(
+    compared = MethodComparison(
         control=control,
         seeds=seeds,
         clients=clients,
@@ -135,6 +144,44 @@ def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | 
         },
         pairs=compare_with_control(scores, control=control, seed=0) if len(seeds) > 1 else {},
     )
+    drawn = {name: [run.resampled for run in runs] for name, runs in groups.items()}
+    return compared if any(None in runs for runs in drawn.values()) else _by_examples(compared, drawn)
+
+
+def _by_examples(compared: MethodComparison, drawn: Mapping[str, Sequence[Any]]) -> MethodComparison:
+    """The comparison with intervals over draws of the test examples, which are alike in all methods and seeds."""
+    means = {
+        name: np.mean([run[client].astype(np.float64) for run in runs for client in compared.clients], axis=0)
+        for name, runs in drawn.items()
+    }
+    rows = {
+        name: replace(row, statistics=replace(row.statistics, interval=percentile_interval(means[name])))
+        for name, row in compared.rows.items()
+    }
+    pairs = {
+        name: replace(pair, interval=percentile_interval(means[name] - means[compared.control]))
+        for name, pair in compared.pairs.items()
+    }
+    return replace(compared, rows=rows, pairs=pairs, by_examples=True)
+
+
+def comparison_sentence(compared: MethodComparison) -> str:
+    """Which methods are ahead of the control, by how much and on how many clients, as one line; best first.
+
+    Of one method it is empty, and of one seed it names no p.
+    """
+    means = {name: np.array(values).mean(axis=0) for name, values in compared.scores.items()}
+    control = means.pop(compared.control, None)
+    words: list[str] = []
+    for name in sorted(means, key=lambda name: -means[name].mean()):
+        gains, pair = means[name] - control, compared.pairs.get(name)
+        mean = float(gains.mean())
+        verb = "level with" if abs(mean) < LEVEL_WITH else "ahead of" if mean > 0 else "behind"
+        size = "" if abs(mean) < LEVEL_WITH else f" by {abs(mean):.3f}"
+        better = f"better on {int((round_scores(gains) > 0).sum())} of {len(gains)} clients"
+        chance = "one seed" if pair is None else f"p {pair.sign_flip_p:.2g}"
+        words.append(f"{name} is {verb} {compared.control if not words else 'it'}{size} ({better}, {chance})")
+    return "; ".join([*words[:MOST_NAMED], *([f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else [])])
 
 
 def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:

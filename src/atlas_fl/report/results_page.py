@@ -7,6 +7,7 @@ those of `results_page.md.jinja`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from typing import Literal
 
@@ -16,11 +17,11 @@ from jinja2 import Environment, StrictUndefined
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.report.comparison_tables import SHOWN, page_tables, shown
+from atlas_fl.report.comparison_tables import SHOWN, first_tables, page_tables, shown
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import FederationResults
 from atlas_fl.report.format import EMPTY
-from atlas_fl.report.method_comparison import AVERAGE, MethodComparison
+from atlas_fl.report.method_comparison import AVERAGE, MethodComparison, comparison_sentence
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 from atlas_fl.report.table import Table
 
@@ -32,9 +33,14 @@ MODELS = {"final": "the models that they end with", "best": "their best round by
 
 
 def write_page(
-    results: Sequence[FederationResults], *, num_runs: int, control: str, score: Literal["final", "best"] = "final"
+    results: Sequence[FederationResults],
+    *,
+    num_runs: int,
+    control: str | None,
+    score: Literal["final", "best"] = "final",
+    every_table: bool = False,
 ) -> str:
-    """The page of these federations, made of so many runs, as Markdown.
+    """The page of these federations, made of so many runs, as Markdown; of each the first two tables, or all.
 
     Raises:
         ConfigError: in none of them two methods, the control among them, have the same seeds.
@@ -42,7 +48,9 @@ def write_page(
     compared = {result.title: result.comparison for result in results if result.comparison is not None}
     if not compared:
         seeds = "; ".join(f"{result.title} has {_seeds_words(result)}" for result in results)
-        raise ConfigError(f"no method has the seeds of {control}: {seeds}; run the missing ones with `atlas compare`")
+        named = "the others" if control is None else control
+        raise ConfigError(f"no method has the seeds of {named}: {seeds}; run the missing ones with `atlas compare`")
+    controls = sorted({comparison.control for comparison in compared.values()})
     ranks = rank_if_several(list(compared.values()))
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -51,19 +59,23 @@ def write_page(
     return environment.from_string(text).render(
         num_runs=num_runs,
         models=MODELS[score],
+        has_average=any(AVERAGE in comparison.rows for comparison in compared.values()),
+        by_examples=any(comparison.by_examples for comparison in compared.values()),
         average=AVERAGE,
-        control=control,
+        controls=controls,
+        every_table=every_table,
         shown=SHOWN,
         rope=ROPE,
         alpha=ALPHA,
         enough=ENOUGH,
-        glance=_glance_table(compared, control) if len(compared) > 1 else None,
+        glance=_glance_table(compared, controls[0]) if len(compared) > 1 and len(controls) == 1 else None,
         ranks=ranks,
-        ranks_table=None if ranks is None else ranks_table(ranks, control=control),
+        ranks_table=None if ranks is None else ranks_table(ranks, control=controls[0]),
         results=results,
         markdown=_markdown,
         about=_about,
-        tables=_tables,
+        tables=partial(_tables, every=every_table),
+        sentence=sentence_of,
         places=lines_in_one_place,
         seeds=_seeds_words,
     )
@@ -73,8 +85,15 @@ def _markdown(table: Table) -> str:
     return "\n".join(table.markdown())
 
 
-def _tables(result: FederationResults) -> list[Table]:
-    return [] if result.comparison is None else page_tables(result.comparison)
+def _tables(result: FederationResults, *, every: bool) -> list[Table]:
+    if result.comparison is None:
+        return []
+    return page_tables(result.comparison) if every else first_tables(result.comparison)
+
+
+def sentence_of(result: FederationResults) -> str:
+    """The outcome of a federation as one line; empty where nothing is compared."""
+    return "" if result.comparison is None else comparison_sentence(result.comparison)
 
 
 def _glance_table(compared: dict[str, MethodComparison], control: str) -> Table:

@@ -171,7 +171,12 @@ def bootstrap_interval(
     seeds, tasks = runs.shape
     drawn = rng.integers(seeds, size=(RESAMPLES, seeds, 1 if whole_seeds else tasks))
     means = stats.trim_mean(runs[drawn, np.arange(tasks)].reshape(RESAMPLES, -1), TRIM, axis=1)
-    low, high = np.quantile(means, [ALPHA / 2, 1 - ALPHA / 2])
+    return percentile_interval(means)
+
+
+def percentile_interval(draws: Float64[np.ndarray, " draws"]) -> Interval:
+    """The middle 95% of these draws."""
+    low, high = np.quantile(draws, [ALPHA / 2, 1 - ALPHA / 2])
     return float(low), float(high)
 
 

@@ -100,6 +100,8 @@ class Assembly:
     layer_of: dict[str, int]
     """Block of every adapted module."""
     join_queue: JoinQueue = NO_LATE_CLIENTS
+    drawn_from: tuple[str, ...] = ()
+    """Names among which the clients of a round are drawn, where these are more than its own."""
     uses_placeholders: bool = False
     """True if placeholders stand for parameters that clients do not share (`partial_sharing`)."""
 

@@ -63,6 +63,8 @@ class RunFolder:
     """The outcome; it is there once the run is complete."""
     digests = InnerPath("digests.json")
     """Digests of the files of a complete run."""
+    resampled = InnerPath("resampled.safetensors")
+    """Test scores of a user's own data over draws of the examples, by client."""
     tuning = InnerPath("tuning.json")
     """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
     deliveries = InnerPath("heard.json")
@@ -79,6 +81,8 @@ class RunFolder:
     """Figures of `atlas report`."""
     audit = InnerPath("audit")
     """Models that clients trained and loaded, by round."""
+    alone = InnerPath("alone")
+    """The run of the clients that were trained alone for comparison, a run folder of its own."""
     log = InnerPath("log.txt")
     """Lines of time, level and message."""
 
@@ -93,6 +97,11 @@ class RunFolder:
     def adapter(self, client: str) -> Path:
         """The folder of one client's adapter."""
         return self.adapters / client
+
+    def is_reference(self) -> bool:
+        """Return whether this is the run of clients alone inside another run, and no run that somebody made."""
+        outer = RunFolder(self.path.parent)
+        return self.path == outer.alone and outer.is_resumable()
 
     def is_resumable(self) -> bool:
         """Return whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""

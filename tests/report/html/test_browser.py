@@ -24,6 +24,15 @@ CUT_LABELS = """[...document.querySelectorAll('svg .role-legend-label text')]
 
 CUT_TABLES = """[...document.querySelectorAll('main .table')]
     .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.ariaLabel)"""
+CUT_CELLS = """[...document.querySelectorAll('main .table th, main .table td')]
+    .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"""
+UNFOLD = "document.querySelectorAll('details.wide').forEach((one) => { one.open = true })"
+
+
+def cut_tables(tab: Tab) -> list[str]:
+    """Tables that are wider than their place and cells whose text is cut, with all that is folded open."""
+    tab.evaluate(UNFOLD)
+    return [*tab.evaluate(CUT_TABLES), *tab.evaluate(CUT_CELLS)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab, is_dark: bool) -> No
         check_quiet(tab, page)
         assert overflow(tab) <= 0, width
         assert tab.evaluate(CUT_LABELS) == [], width
-        assert width == 768 or tab.evaluate(CUT_TABLES) == [], width
+        assert width == 768 or cut_tables(tab) == [], width
     assert tab.evaluate("[...document.querySelectorAll('[data-chart]')].every((one) => one.dataset.drawn === 'yes')")
     assert tab.evaluate("window.harmed") is None
     drawn = tab.evaluate("document.querySelector('#figure-outcome svg').textContent")
@@ -75,7 +84,7 @@ def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab) -
         for width in (1440, 375):
             tab.open(f"http://127.0.0.1:{port}/", width=width)
             assert overflow(tab) <= 0, width
-            assert tab.evaluate(CUT_TABLES) == [], width
+            assert cut_tables(tab) == [], width
         shown = "document.querySelector('.warning')?.textContent ?? ''"
         assert "after round 2" in tab.evaluate(shown)
         tab.wait("performance.getEntriesByType('resource').length > 0")  # it has looked once
@@ -98,6 +107,30 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared, tab) -> None:
         tab.open(compared, width=width, is_dark=width == 768)
         check_quiet(tab, compared)
         assert overflow(tab) <= 0, width
+        assert width == 768 or cut_tables(tab) == [], width
+
+
+@pytest.mark.slow
+def test_a_list_of_watched_runs_and_its_pages_are_whole(make_run, tab) -> None:
+    long = "a-hospital-of-a-rather-long-name-and-its-notes-fedavg_cluster-all-minilm-l6-v2-s42-0123456789"
+    runs = [make_run(f"{long}-{seed}", seed=seed, rounds=2) for seed in (1, 2)]
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text())
+        clients = {
+            name: {"together": 0.75, "alone": 0.7, "gain": 0.05, "interval": [-0.01, 0.11]}
+            for name in summary["clients"]
+        }
+        gains = {"clients": clients, "mean": {"gain": 0.05, "interval": [0.0, 0.1]}, "of": len(clients), "seconds": 1.0}
+        (run / "summary.json").write_text(json.dumps({**summary, "alone": gains}))
+    with serving(Watched(runs=tuple(runs), runs_dir=runs[0].parent, token=None)) as port:
+        for place in ("", f"{runs[0].name}"):
+            for width in (1440, 375):
+                tab.open(f"http://127.0.0.1:{port}/{place}", width=width)
+                assert overflow(tab) <= 0, (place, width)
+                assert cut_tables(tab) == [], (place, width)
+        first = tab.evaluate("document.querySelector('section p').textContent")
+        assert re.match(r"\d of \d clients gain from training together, mean \+0.050", first)
+        tab.call("Page.navigate", url="about:blank")
 
 
 @pytest.mark.product

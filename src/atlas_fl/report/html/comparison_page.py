@@ -16,7 +16,8 @@ from atlas_fl.report.federation_results import (
 from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.format import isolate
 from atlas_fl.report.html.comparison_charts import difference_chart, fronts, score_chart
-from atlas_fl.report.html.elements import Block, Page, Section, Text
+from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
+from atlas_fl.report.method_comparison import comparison_sentence
 from atlas_fl.report.results_page import lines_in_one_place
 from atlas_fl.storage.run_folder import find_run
 
@@ -78,13 +79,18 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    *tables, costs_table = method_tables(comparison.rows)
+    first, *tables, costs_table = method_tables(comparison.rows, by_examples=comparison.by_examples)
+    sentence = comparison_sentence(comparison)
     notes.append(f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}.")
-    scores: list[Block] = [Text(lines=notes), score_chart(comparison, place), *tables]
+    told = [Text(lines=[f"{sentence}."])] if sentence else []
+    more = Folded(title="Clients and probabilities", blocks=tables)
+    scores: list[Block] = [*told, score_chart(comparison, place), first, more, Text(lines=notes)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
         title = f"{result.title}: against {comparison.control}"
-        pairs: list[Block] = [difference_chart(comparison, place), *pair_tables(comparison)]
+        against, tests = pair_tables(comparison)
+        folded = Folded(title="Tests", blocks=[tests])
+        pairs: list[Block] = [difference_chart(comparison, place), against, folded]
         sections.append(Section(name=f"pairs-{place}", title=title, blocks=pairs))
     costs: list[Block] = [*fronts(comparison, place), costs_table]
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]

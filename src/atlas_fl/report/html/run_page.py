@@ -8,14 +8,27 @@ from typing import Any
 
 from atlas_fl.config import config_hash, load_config, to_toml
 from atlas_fl.errors import first_of
-from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, group_scores
+from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
 from atlas_fl.report.figure_rows import sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Cell, Columns, Table, cell_at, count, duration, plain, share, size, table_of, word
+from atlas_fl.report.table import (
+    Cell,
+    Columns,
+    Number,
+    Table,
+    cell_at,
+    count,
+    duration,
+    plain,
+    share,
+    size,
+    table_of,
+    word,
+)
 from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
@@ -84,12 +97,37 @@ def _outcome(record: Record) -> list[Block]:
     if "reduction" in full:
         facts.append(("less than the whole model in every round", share(full["reduction"]), ""))
     facts.append(PRIVACY)
+    told = gain_note(record.summary)
     return [
+        *([Text(lines=[told])] if told else []),
         Facts(facts=facts),
         _outcome_chart(record, clients, order),
         closing_table(summary),
         _client_table(record, clients),
+        *([_gain_table(record.summary["alone"])] if told else []),
     ]
+
+
+def _gain_table(found: Mapping[str, Any]) -> Table:
+    entries = [{"client": name, **entry} for name, entry in found["clients"].items()]
+    return table_of("Together and alone", GAINS, sorted(entries, key=lambda entry: -entry["gain"]), note=GAINS_NOTE)
+
+
+def _ends(interval: list[float]) -> Cell:
+    return Number(value=interval[0], text=f"{interval[0]:+.3f} to {interval[1]:+.3f}")
+
+
+GAINS: Columns = {
+    "client": cell_at("client", word),
+    "together": cell_at("together", plain),
+    "alone": cell_at("alone", plain),
+    "gain": cell_at("gain", lambda gain: plain(gain, sign=True)),
+    "95%": cell_at("interval", _ends),
+}
+GAINS_NOTE = (
+    "final test scores; alone: the same settings, and nothing is mixed; 95%: of the gain, over draws of the client's"
+    " test examples; of one seed"
+)
 
 
 def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]) -> Chart:
