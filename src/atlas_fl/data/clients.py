@@ -63,6 +63,8 @@ class ClientData:
     """Rows that its task was given and nobody has (`TaskData.left_out`)."""
     unread: tuple[str, ...] = ()
     """Files of its task that were skipped (`TaskData.unread`)."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the files of its task (`TaskData.notes`)."""
     concept: Concept = Concept()
     """Concept that made its labels of those that its task has (`data.heterogeneity`)."""
     given: Labels | None = None
@@ -119,6 +121,7 @@ def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     for name, members in _by_task(clients).items():
         files = next((client.unread for client in members if client.unread), ())
         count = max(client.left_out for client in members)
+        lines += [f"{name}: {note}" for note in dict.fromkeys(note for client in members for note in client.notes)]
         if files:
             lines.append(
                 f"{name}: {len(files):,} files are left out, whose names are of no split:"
@@ -181,6 +184,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
                 test=data.test.take(parts["test"][number]),
                 left_out=data.left_out,
                 unread=data.unread,
+                notes=data.notes,
             )
             for number in range(clients_per_task)
         ]
