@@ -1,8 +1,10 @@
 """Tables from disk: the files of `data.formats`, and folders of `datasets.save_to_disk`, as columns of plain values."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from sys import getsizeof
 from typing import Any, TypeAlias
@@ -10,22 +12,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from atlas_fl.data.formats import (
+    FAULTS,
     FORMATS,
     TEXT_ENDINGS,
-    Flaw,
-    Header,
     Item,
-    Note,
     Reading,
-    Row,
     check_columns,
     class_names_of,
     ending_of,
-    long_cells,
     most_bytes,
     with_class_names,
 )
-from atlas_fl.errors import DataError, short_repr
+from atlas_fl.errors import DataError, first_of, short_repr
 from atlas_fl.rng import generator
 from atlas_fl.storage.folder_access import check_regular
 
@@ -89,13 +87,24 @@ READERS: dict[str, Callable[[Path], Table]] = dict.fromkeys(FORMATS, read_table)
 """By ending; those of `data.formats` are read row by row, those of plug-ins whole."""
 
 
-def read_folder(folder: Path, *, reading: Reading | None = None) -> dict[str, tuple[Table, tuple[str, ...]]]:
-    """Tables of a folder by split, with remarks on them: of `split_files`, or of a saved `DatasetDict`."""
+def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """Tables of a folder by split, of `split_files` or a saved `DatasetDict`, and remarks on them."""
     reading = reading or Reading()
-    if not _is_saved(folder):
-        return {split: read_rows(paths, reading) for split, paths in split_files(folder).items()}
-    saved = {split: _dataset_items(rows, reading) for split, rows in _read_saved(folder).items()}
-    return {split: _choose([(f"{split} of {folder}", items)], reading) for split, items in saved.items()}
+    unread: list[str] = []
+    if _is_saved(folder):
+        saved = {split: _dataset_items(rows, reading) for split, rows in _read_saved(folder).items()}
+        read = {split: _choose({f"{split} of {folder}": items}, reading) for split, items in saved.items()}
+    else:
+        files = split_files(folder)
+        read = {split: read_rows(paths, reading) for split, paths in files.items()}
+        unread = [str(path) for path in _tables_in(folder) if not any(path in paths for paths in files.values())]
+    remarks = (remark for _, remarks in read.values() for remark in remarks)
+    return {split: table for split, (table, _) in read.items()}, (*left_out_note(unread), *remarks)
+
+
+def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
+    """A remark on files that are not read, if there are any."""
+    return (f"{len(paths):,} files are left out, whose names are of no split: {first_of(paths)}",) if paths else ()
 
 
 def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str, ...]]:
@@ -105,8 +114,7 @@ def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str
         DataError: a file cannot be read, or has no such column; all problems of its rows; or what is read of it would
             take more than half of the free memory.
     """
-    with long_cells():
-        return _choose([(str(path), _items(path, reading)) for path in paths], reading)
+    return _choose({str(path): _items(path, reading) for path in paths}, reading)
 
 
 Progress: TypeAlias = tuple[Item, float]
@@ -124,58 +132,45 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
     try:
         check_regular(path)
         if ending not in FORMATS:
-            yield from ((item, 1.0) for item in _column_items(READERS[ending](path)))
+            table = READERS[ending](path)
+            check_columns(list(table), reading, origin=path)
+            rows = enumerate(zip(*table.values()), start=1)
+            yield from (((number, dict(zip(table, row))), 1.0) for number, row in rows)
             return
-        size = path.stat().st_size
+        size = max(1, path.stat().st_size)
         with path.open("rb") as raw:
             for item in FORMATS[ending](raw, path, reading):
-                yield item, raw.tell() / size if size and ending in TEXT_ENDINGS else 1.0
+                yield item, raw.tell() / size if ending in TEXT_ENDINGS else 1.0
     except UnicodeError as error:
-        raise DataError(f"cannot read {path}: {_undecoded(error, reading)}") from error
-    except (OSError, ValueError, RecursionError, EOFError, KeyError, TypeError) as error:
+        encoding = reading.encoding or getattr(error, "encoding", "utf-16")
+        told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
+        raise DataError(f"cannot read {path}: {told}") from error
+    except FAULTS as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
 
 
-def _undecoded(error: UnicodeError, reading: Reading) -> str:
-    encoding = reading.encoding or getattr(error, "encoding", "utf-8")
-    byte = f"the byte {error.object[error.start]:#x}" if isinstance(error, UnicodeDecodeError) else "its beginning"
-    return f"{byte} is no {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
-
-
-def _column_items(table: Table) -> Iterator[Item]:
-    yield Header(list(table))
-    yield from (Row(number, dict(zip(table, values))) for number, values in enumerate(zip(*table.values()), start=1))
-
-
 def _dataset_items(rows: Any, reading: Reading) -> Iterator[Progress]:
-    yield Header(rows.column_names), 1.0
+    check_columns(rows.column_names, reading, origin="the data set")
     known = class_names_of(rows.features) if reading.class_names else {}
-    wanted = [name for name in reading.names if name in rows.column_names] or rows.column_names
-    for number, values in enumerate(rows.with_format(None).select_columns(wanted), start=1):
-        yield Row(number, with_class_names(values, known)), number / len(rows)
+    wanted = rows.with_format(None).select_columns(list(reading.names) or rows.column_names)
+    yield from (((at, with_class_names(values, known)), at / len(rows)) for at, values in enumerate(wanted, start=1))
 
 
-def _choose(sources: Iterable[tuple[str, Iterable[Progress]]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
-    """The rows of these sources in their order."""
-    sources = list(sources)
-    single = len(sources) == 1
-    first = sources[0][0]
-    chosen = _Chosen(reading=reading, origin=first if single else f"{first} and {len(sources) - 1} more")
-    for origin, items in sources:
-        header: Header | None = None
+def _choose(sources: Mapping[str, Iterable[Progress]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+    """The rows of these sources, by their names in messages, in their order."""
+    first, *more = sources
+    chosen = _Chosen(reading=reading, origin=f"{first} and {len(more)} more" if more else first)
+    for origin, items in sources.items():
         names: dict[str, None] = {}
-        for item, share in items:
-            if isinstance(item, Header):
-                header = item
-                check_columns(item.names, reading, origin=origin)
-            elif isinstance(item, Row) and header is None:
-                names |= dict.fromkeys(item.values)
-            chosen.add(item, origin="" if single else f"{origin} ")
-            chosen.check_memory(share if single else 1.0)
+        for (number, values), share in items:
+            chosen.add(number, values, origin=f"{origin} " if more else "")
+            chosen.check_memory(1.0 if more else share)
+            if not isinstance(values, str) and not values.keys() <= names.keys():
+                names |= dict.fromkeys(values)
         if names:
             check_columns(list(names), reading, origin=origin)
-    return chosen.table(), tuple(chosen.notes())
+    return chosen.table()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,57 +181,53 @@ class _Chosen:
     origin: str
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     """The place of each among all that could be kept, and its values, or one mapping of all its values."""
-    count: int = 0
-    """Rows that could be kept."""
-    empty: int = 0
-    skipped: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     flaws: list[str] = field(default_factory=list)
-    """The first of them."""
-    num_flaws: int = 0
-    can_skip: bool = False
+    """The first problems."""
     remarks: list[str] = field(default_factory=list)
     most_bytes: int = field(default_factory=most_bytes)
     num_bytes: int = 0
     checked_bytes: int = 0
     rng: np.random.Generator = field(default_factory=lambda: generator(_SEED, "rows"))
 
-    def add(self, item: Item, *, origin: str) -> None:
+    def add(self, number: int, values: Mapping[str, Any] | str, *, origin: str) -> None:
         """Take in one item of a file."""
-        if isinstance(item, Note):
-            self.remarks += [origin + item.text] * bool(item.text)
-        elif isinstance(item, Flaw):
-            self._tell(f"{origin}row {item.number:,} {item.reason}")
-        elif isinstance(item, Row):
-            self._add_row(item, origin=origin)
-
-    def _add_row(self, row: Row, *, origin: str) -> None:
-        if not row.values:
-            self.empty += 1
+        if isinstance(values, str):
+            if number:
+                self._tell(f"{origin}row {number:,} {values}")
+            elif values:
+                self.remarks.append(origin + values)
             return
-        values = [row.values.get(name) for name in self.reading.names] or [row.values]
-        faults = [(fault, *at) for at in zip(self.reading.columns, values) if (fault := CHECKS[at[0][1]](at[1]))]
+        if not values:
+            self.counts["empty"] += 1
+            return
+        chosen = [values.get(name) for name in self.reading.names] or [values]
+        faults = [
+            (fault, name, value)
+            for (name, kind), value in zip(self.reading.columns, chosen)
+            if (fault := CHECKS[kind](value))
+        ]
         if not faults:
-            self._keep((self.count, *values))
+            self._keep((self.counts["fit"], *chosen))
         elif self.reading.missing == "skip" and all(fault == _ABSENT for fault, *_ in faults):
-            self.skipped += 1
+            self.counts["skipped"] += 1
         else:
-            fault, (name, _), value = faults[0]
-            shown = f" ({short_repr(value)})" if fault != _ABSENT or str(value).strip() else ""
-            self.can_skip |= fault == _ABSENT
-            self._tell(f"{origin}row {row.number:,} has {fault} in {name!r}{shown}")
+            fault, name, value = faults[0]
+            self.counts["absent"] += fault == _ABSENT
+            self._tell(f"{origin}row {number:,} has {fault} in {name!r} ({short_repr(value)})")
 
     def _keep(self, row: tuple[Any, ...]) -> None:
         most = self.reading.rows
-        self.count += 1
+        self.counts["fit"] += 1
         if most is None or len(self.rows) < most:
             self.rows.append(row)
             self.num_bytes += _size(row)
-        elif (place := int(self.rng.integers(self.count))) < most:  # Vitter's algorithm R
+        elif (place := int(self.rng.integers(self.counts["fit"]))) < most:  # Vitter's algorithm R
             self.num_bytes += _size(row) - _size(self.rows[place])
             self.rows[place] = row
 
     def _tell(self, flaw: str) -> None:
-        self.num_flaws += 1
+        self.counts["flaws"] += 1
         self.flaws += [flaw] * (len(self.flaws) < MOST_TOLD)
 
     def check_memory(self, share: float) -> None:
@@ -252,58 +243,46 @@ class _Chosen:
                 f" is {self.most_bytes / 1e9:.2f} GB; add rows={most} to the task to draw so many rows evenly"
             )
 
-    def table(self) -> Table:
-        """Columns of the rows that are kept; a `DataError` tells all problems, or that there is no row."""
-        if self.num_flaws:
-            more = self.num_flaws - len(self.flaws)
-            raise DataError(
-                f"{self.origin} has {self.num_flaws:,} problem{'s' * (self.num_flaws > 1)}: {'; '.join(self.flaws)}"
-                f"{f'; and {more:,} more' if more else ''}; mend the file"
-                + ", or add missing=skip to the task to leave out rows without a value"
-                * self.can_skip
-            )
+    def table(self) -> tuple[Table, tuple[str, ...]]:
+        """Columns of the rows that are kept, and remarks; a `DataError` tells all problems, or that there is no row."""
+        counts = self.counts
+        if num := counts["flaws"]:
+            more = f"; and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
+            skip = ", or add missing=skip to the task to leave out rows without a value" * bool(counts["absent"])
+            told = f"{num:,} problem{'s' * (num > 1)}: {'; '.join(self.flaws)}{more}"
+            raise DataError(f"{self.origin} has {told}; mend the file{skip}")
         if not self.rows:
-            lacking = f"; {self.skipped:,} rows lack a value" * bool(self.skipped)
-            raise DataError(f"{self.origin} is empty{lacking}; give it a header and at least one row")
-        if self.reading.rows is not None:
-            self.rows.sort(key=lambda row: int(row[0]))
+            lacking = f"no row of {self.origin} has a value in each of {self._names()}"
+            empty = f"{self.origin} is empty; give it a header and at least one row"
+            raise DataError(lacking if counts["skipped"] else empty)
+        notes = {
+            f"{counts['empty']:,} empty rows are skipped": counts["empty"],
+            f"{counts['skipped']:,} rows without a value in {self._names()} are skipped": counts["skipped"],
+            f"{len(self.rows):,} of {counts['fit']:,} rows are drawn": counts["fit"] - len(self.rows),
+        }
+        remarks = (*self.remarks, *(remark for remark, count in notes.items() if count))
+        rows = sorted(self.rows, key=itemgetter(0)) if self.reading.rows else self.rows
         if self.reading.names:
-            return {name: [row[place] for row in self.rows] for place, name in enumerate(self.reading.names, start=1)}
-        names = dict.fromkeys(name for _, values in self.rows for name in values)
-        return {name: [values.get(name) for _, values in self.rows] for name in names}
+            return {name: [row[at] for row in rows] for at, name in enumerate(self.reading.names, start=1)}, remarks
+        names = dict.fromkeys(name for _, values in rows for name in values)
+        return {name: [values.get(name) for _, values in rows] for name in names}, remarks
 
-    def notes(self) -> Iterator[str]:
-        """Remarks on what was read, and on what was not."""
-        yield from self.remarks
-        if self.empty:
-            yield f"{self.empty:,} empty rows are skipped"
-        if self.skipped:
-            names = " or ".join(map(repr, self.reading.names))
-            yield f"{self.skipped:,} rows without a value in {names} are skipped (missing=skip)"
-        if self.count > len(self.rows):
-            yield f"{len(self.rows):,} of {self.count:,} rows are drawn (rows=)"
+    def _names(self) -> str:
+        return " and ".join(map(repr, self.reading.names))
 
 
 def _size(row: Iterable[Any]) -> int:
-    return getsizeof(row) + sum(getsizeof(value) for value in row)
+    return getsizeof(row) + sum(map(getsizeof, row))
 
 
-def files_of_no_split(folder: Path) -> tuple[str, ...]:
-    """Tables in a folder that `read_folder` does not read, since their names are of no split."""
-    if _is_saved(folder):
-        return ()
-    read = {path for paths in split_files(folder).values() for path in paths}
-    return tuple(str(path) for path in _tables_in(folder) if path not in read)
-
-
-def column(table: Table, name: str, *, origin: object, of_classes: bool = False) -> Sequence[Any]:
+def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
     """The values of a column; a `DataError` names the columns that exist, or the first row that is not allowed."""
     check_columns(list(table), Reading(columns=((name, "text"),)), origin=origin)
     for row, value in enumerate(table[name], start=1):
-        if CHECKS["class" if of_classes else "text"](value):
+        if CHECKS["text"](value):
             raise DataError(
-                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed:"
-                f" {'the name or number of a class' if of_classes else 'a text or a number'}; mend the row or remove it"
+                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed: a text or a number; mend"
+                " the row or remove it"
             )
     return table[name]
 
@@ -313,12 +292,10 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return tuple(str(value) for value in column(table, name, origin=origin))
 
 
-def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
-    """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
-    reading = Reading(class_names=class_names)
-    return {
-        split: _choose([(split, _dataset_items(rows, reading))], reading)[0] for split, rows in _by_split(data).items()
-    }
+def from_datasets(data: Mapping[str, Any]) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict` by split."""
+    items = {split: _dataset_items(rows, Reading()) for split, rows in _by_split(data).items()}
+    return {split: _choose({split: rows}, Reading())[0] for split, rows in items.items()}
 
 
 def _by_split(data: Mapping[str, Any]) -> dict[str, Any]:

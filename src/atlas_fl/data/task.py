@@ -106,10 +106,8 @@ class TaskData:
     test: Examples
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
-    unread: tuple[str, ...] = ()
-    """Files and folders that were left out, whose names are of no split."""
     notes: tuple[str, ...] = ()
-    """Remarks on the files: rows that were skipped, an encoding that was guessed."""
+    """Remarks on the files: those that were left out, rows that were skipped, an encoding that was guessed."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
-from atlas_fl.data.tables import READERS, SPLITS, Table, files_of_no_split, find_split, read_folder, read_rows
+from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
     METRICS,
     Images,
@@ -152,25 +152,23 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
 def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
     """The splits of a file or folder, by the readers of this process, and the names of the classes."""
     del readers
-    unread: tuple[str, ...] = ()
     if path.is_dir():
-        read = read_folder(path, reading=columns.reading)
-        unread = files_of_no_split(path)
-        if not {"train", "all"} & read.keys():
+        tables, notes = read_folder(path, columns.reading)
+        if not {"train", "all"} & tables.keys():
             raise DataError(
                 f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
                 " images give a folder of them for each class, or such folders in train and test"
             )
     else:
-        read = {"all": read_rows([path], columns.reading)}
-    tables = {split: table for split, (table, _) in read.items()}
+        table, notes = read_rows([path], columns.reading)
+        tables = {"all": table}
     names: tuple[str, ...] = ()
     if columns.target is not None:
         rows = {split: _prompted_rows(table, columns, target=columns.target) for split, table in tables.items()}
     else:
         rows, names = _labelled_rows(tables, columns, path=path)
     data = arrange(rows, name=name, labelled=columns.target is None, label_names=names)
-    return replace(data, unread=unread, notes=tuple(note for _, notes in read.values() for note in notes)), names
+    return replace(data, notes=notes), names
 
 
 def _labelled_rows(
@@ -283,12 +281,12 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         raise DataError(
             f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
         )
-    left_out = () if "all" in splits else tuple(str(one) for one in _folders(path) if one not in splits.values())
+    left_out = [] if "all" in splits else [str(one) for one in _folders(path) if one not in splits.values()]
     pixels = None if size is None else int(size)
 
     def load(source: Source) -> TaskData:
         args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
-        return replace(read_once(_read_images, *args, files=(path,)), unread=left_out)
+        return replace(read_once(_read_images, *args, files=(path,)), notes=left_out_note(left_out))
 
     return Task(
         name=name,

@@ -127,8 +127,8 @@ def encode_examples(
     ids = batch["input_ids"]
     types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
     full_lengths = np.asarray([len(row) for row in ids], dtype=np.int64)
-    longest = np.flatnonzero(full_lengths >= max_length)  # only these are encoded again, whole
-    if len(longest):
+    longest: list[int] = np.flatnonzero(full_lengths >= max_length).tolist()
+    if longest:  # only these are encoded again, whole
         whole = tokenizer(
             [text[index] for index in longest],
             None if pair is None else [pair[index] for index in longest],
@@ -136,13 +136,13 @@ def encode_examples(
             verbose=False,
         )
         full_lengths[longest] = [len(row) for row in whole["input_ids"]]
-        if truncate is not None and not tokenizer.is_fast:
+        if truncate and not tokenizer.is_fast:
             raise ModelError(
-                f"the tokenizer of {tokenizer.name_or_path!r} is a slow one, which does not say what truncate={truncate}"
-                " needs; leave truncate= away, or give the model a tokenizer.json"
+                f"truncate={truncate} needs a fast tokenizer, and {tokenizer.name_or_path!r} has a slow one; leave it"
+                " away, or give the model a tokenizer.json"
             )
         for place, index in enumerate(longest if truncate else ()):
-            kept = _kept_places(whole.sequence_ids(place), batch.sequence_ids(int(index)), truncate)
+            kept = _kept_places(whole.sequence_ids(place), batch.sequence_ids(index), truncate)
             ids[index] = [whole["input_ids"][place][token] for token in kept]
             types[index] = [whole["token_type_ids"][place][token] if "token_type_ids" in whole else 0 for token in kept]
     lengths = [len(row) for row in ids]
@@ -155,7 +155,7 @@ def encode_examples(
     )
 
 
-def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncate: Truncation) -> list[int]:
+def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncate: Truncation | None) -> list[int]:
     """Places of the tokens that stay: the marks, and of each text so many as are left of it in `cut`."""
     kept = [place for place, text in enumerate(whole) if text is None]
     for text in (0, 1):
@@ -163,9 +163,9 @@ def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncat
     return sorted(kept)
 
 
-def _cut(items: Sequence[Item], most: int, truncate: Truncation) -> list[Item]:
-    """At most so many items, without their tail, their head or their middle."""
-    head = {"tail": most, "head": 0, "middle": (most + 1) // 2}[truncate]
+def _cut(items: Sequence[Item], most: int, truncate: Truncation | None) -> list[Item]:
+    """At most so many items, without their tail, their head or their middle; without one of these it is the tail."""
+    head = {"tail": most, "head": 0, "middle": (most + 1) // 2}[truncate or "tail"]
     return [*items[:head], *items[len(items) - most + head :]] if most < len(items) else list(items)
 
 
@@ -193,7 +193,7 @@ def encode_targets(
     end = _end_of_text(tokenizer)
     if target is None:
         texts = [[*ids, end] for ids in _token_ids(text, tokenizer)]
-        rows = [(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate or "tail") for whole in texts)]
+        rows = [(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate) for whole in texts)]
         return _concatenate(rows, full_lengths=[len(ids) for ids in texts])
     targets = [[*ids, end] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
