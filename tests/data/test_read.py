@@ -1,5 +1,4 @@
 import csv
-import gzip
 from pathlib import Path
 
 import datasets

@@ -102,18 +102,18 @@ def most_bytes() -> int:
     return (free_bytes() or memory_bytes()) // 2
 
 
-def _of_text(parse: Callable[[Iterator[str], Path, Reading], Iterator[Item]], *, is_whole: bool = False) -> Format:
-    """The format that this function parses the lines of; one that is parsed whole has to fit into memory."""
+def _of_text(parse: Callable[[Iterator[str], Path, Reading], Iterator[Item]]) -> Format:
+    """The format that this function parses the lines of; JSON is parsed whole and has to fit into memory."""
 
     def read(raw: BinaryIO, path: Path, reading: Reading) -> Iterator[Item]:
         encoding, remark = _encoding(_unpacked(raw, path), reading.encoding)
         yield 0, remark
-        most_unpacked = max(_LEAST_PACKED_BYTES, MOST_PACKED * path.stat().st_size)
-        most = most_bytes() // 4 if is_whole else most_unpacked  # bytes, text, and values at twice its size
+        most = most_line = most_bytes() // 4  # bytes, text, and values at twice its size
+        if parse is not _parse_json:
+            most, most_line = max(_LEAST_PACKED_BYTES, MOST_PACKED * path.stat().st_size), MOST_CELL
         text = TextIOWrapper(_unpacked(raw, path), encoding=encoding, newline="")
         try:
-            lines = _bounded_lines(text, most_line=most if is_whole else MOST_CELL, most_bytes=most)
-            yield from parse(lines, path, reading)
+            yield from parse(_bounded_lines(text, most_line=most_line, most_bytes=most), path, reading)
         finally:
             text.detach()  # whoever opened the file closes it
 
@@ -158,8 +158,12 @@ def _encoding(binary: BinaryIO, given: str | None) -> tuple[str, str]:
         # the decoder keeps the beginning of a character that two pieces share
         place += error.start - (len(error.object) - len(head))
         if not is_ascii or not error.object[: error.start].isascii():
-            raise ValueError(f"byte {place:,} is no UTF-8, but others before it are; add encoding=cp1252") from None
-        return "cp1252", f"read as cp1252, since byte {place:,} is no UTF-8; encoding= names another"
+            both = f"byte {place:,} is no UTF-8 and characters before it are"
+            raise ValueError(f"{both}; save it in one encoding, or add encoding=cp1252") from None
+        word = re.findall(
+            r"\w*[^\0-\x7f]\w*", error.object[max(0, error.start - 20) :][:40].decode("cp1252", "replace")
+        )
+        return "cp1252", f"read as cp1252, as in {word[0]!r}, since it is no UTF-8; encoding= names another"
     return "utf-8-sig", ""
 
 
@@ -191,7 +195,7 @@ def _records(reader: Iterator[list[str]]) -> Iterator[tuple[int, Sequence[Any] |
             yield number, cells
     except csv.Error as error:
         reason = str(error).replace("unexpected end of data", "the last is not closed")
-        yield number + 1, f"has wrong quotes ({reason}); write a quote in quotes twice; rows below it are not read"
+        yield number + 1, f"wrong quotes ({reason}; a quote in quotes is written twice)"
 
 
 def _is_blank(cell: object) -> bool:
@@ -211,24 +215,15 @@ def _by_header(
             yield number, {}
         elif not places:
             names = ["" if cell is None else str(cell).strip() for cell in cells]
-            check_columns(names, reading, origin=path, hint=_header_hint(names, sep))
+            other = "; another separator than comma, semicolon, tab and pipe is named with sep="
+            hint = f" in row {number}, its header" + other * (len(names) == 1)
+            check_columns(names, reading, origin=path, hint=hint)
             width = len(names)
             places = {name: names.index(name) for name in reading.names or names}
         elif sep and (len(cells) <= max(places.values()) or not all(map(_is_blank, cells[width:]))):
-            yield (
-                number,
-                f"has {len(cells)} cells under a header of {width} (texts with {sep!r} or lines need quotes)",
-            )
+            yield number, f"{len(cells)} against {width} cells in the header (texts with {sep!r} or lines need quotes)"
         else:
             yield number, {name: cells[place] for name, place in places.items() if place < len(cells)}
-
-
-def _header_hint(names: Sequence[str], sep: str | None) -> str:
-    """Reasons why a header may lack a column: another separator, or no header at all."""
-    is_data = any(not name or len(name) > 40 or re.fullmatch(r"-?[\d.,]+", name) for name in names)
-    other = f"; where cells are not separated by one of {' '.join(SEPARATORS)}, give sep="
-    none = "; where the file has no header, put the names of its columns into a first row"
-    return other * (len(names) == 1 and sep is not None) + none * is_data
 
 
 def _parse_jsonl(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[Item]:
@@ -240,11 +235,11 @@ def _parse_jsonl(lines: Iterator[str], path: Path, reading: Reading) -> Iterator
         try:
             yield _json_row(number, json.loads(line))
         except (ValueError, RecursionError) as error:  # Python reads no whole number of more than 4,300 digits either
-            yield number, f"is no JSON ({str(error).partition(';')[0]})"
+            yield number, f"no JSON ({re.split(': line|;', str(error))[0]})"
 
 
 def _json_row(number: int, values: object) -> Item:
-    return number, values if isinstance(values, dict) else "is no JSON object"
+    return number, values if isinstance(values, dict) else "no JSON object"
 
 
 def _parse_json(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[Item]:
@@ -253,24 +248,21 @@ def _parse_json(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[
         yield from _parse_jsonl(chain(head, lines), path, reading)  # JSON lines under the name of JSON
         return
     document = json.loads("".join([*head, *lines]) or "[]")
-    yield from (_json_row(number, values) for number, values in enumerate(_json_records(document, path), start=1))
+    yield from (_json_row(number, values) for number, values in enumerate(_json_records(document), start=1))
 
 
-def _json_records(document: Any, path: Path) -> Iterable[object]:
+def _json_records(document: Any) -> Iterable[object]:
     """Rows of a list of objects, of an object with one such list, of columns as pandas and datasets write, of LEAF."""
-    if isinstance(document, list):
-        return document
     if not isinstance(document, dict):
-        raise ValueError("it is neither a list of objects nor an object of columns")
+        return document if isinstance(document, list) else [document]
     if {"users", "user_data"} <= document.keys():
         return _leaf_rows(document)
     values = list(document.values())
-    lists = [rows for rows in values if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
-    if len(lists) == 1:
+    if lists := [rows for rows in values if isinstance(rows, list) and rows and isinstance(rows[0], dict)]:
         return lists[0]
     columns = [list(column.values()) if isinstance(column, dict) else column for column in values]
     if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
-        raise ValueError(f"{path.name} is neither a list of objects nor an object of columns of one length")
+        raise ValueError("it is neither a list of objects nor an object of columns of one length")
     return [dict(zip(document, row)) for row in zip(*columns)]
 
 
@@ -354,16 +346,9 @@ def with_class_names(values: Mapping[str, Any], known: Mapping[str, Sequence[str
     return {**values, **named}
 
 
-_TEXTS = {
-    ".csv": _of_text(_parse_csv),
-    ".tsv": _of_text(_parse_csv),
-    ".json": _of_text(_parse_json, is_whole=True),
-    ".jsonl": _of_text(_parse_jsonl),
-}
-TEXT_ENDINGS = frozenset([*_TEXTS, *(f"{ending}.gz" for ending in _TEXTS)])
+_PARSERS = {".csv": _parse_csv, ".tsv": _parse_csv, ".json": _parse_json, ".jsonl": _parse_jsonl}
 FORMATS: dict[str, Format] = {
-    **_TEXTS,
-    **{f"{ending}.gz": read for ending, read in _TEXTS.items()},
+    **{ending + packed: _of_text(parse) for packed in ("", ".gz") for ending, parse in _PARSERS.items()},
     ".xlsx": _read_xlsx,
     ".parquet": _read_parquet,
 }

@@ -14,7 +14,6 @@ import numpy as np
 from atlas_fl.data.formats import (
     FAULTS,
     FORMATS,
-    TEXT_ENDINGS,
     Item,
     Reading,
     check_columns,
@@ -41,7 +40,7 @@ MOST_TOLD = 10
 """Most problems of a file in a message."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 """Words that programs write where a value is missing."""
-_ABSENT = "no value"
+_ABSENT, _NO_NUMBER = "no value", "no number such as 0.5 that float32 holds"
 _SEED = 0
 """Rows that are drawn belong to the data and not to the run, as splits do."""
 _BYTES_BETWEEN_CHECKS = 1 << 24
@@ -65,9 +64,9 @@ def _class_fault(value: object) -> str:
 
 def _number_fault(value: Any) -> str:
     try:
-        return "" if abs(float(value)) <= LARGEST_LABEL else _class_fault(value) or "no number that float32 holds"
+        return "" if abs(float(value)) <= LARGEST_LABEL else _class_fault(value) or _NO_NUMBER
     except (OverflowError, TypeError, ValueError):
-        return _class_fault(value) or "no number that float32 holds"
+        return _class_fault(value) or _NO_NUMBER
 
 
 CHECKS: dict[str, Callable[[Any], str]] = {"text": _text_fault, "class": _class_fault, "number": _number_fault}
@@ -140,14 +139,15 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
         size = max(1, path.stat().st_size)
         with path.open("rb") as raw:
             for item in FORMATS[ending](raw, path, reading):
-                yield item, raw.tell() / size if ending in TEXT_ENDINGS else 1.0
+                yield item, raw.tell() / size if ending.startswith((".csv", ".tsv", ".json")) else 1.0
     except UnicodeError as error:
-        encoding = reading.encoding or getattr(error, "encoding", "utf-16")
+        encoding = reading.encoding or getattr(error, "encoding", "utf-16").replace("charmap", "utf-8 or cp1252")
         told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
         raise DataError(f"cannot read {path}: {told}") from error
     except FAULTS as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
+        remedy = "" if ";" in reason else "; mend the file or save it as jsonl or parquet"
+        raise DataError(f"cannot read {path}: {reason}{remedy}") from error
 
 
 def _dataset_items(rows: Any, reading: Reading) -> Iterator[Progress]:
@@ -182,8 +182,8 @@ class _Chosen:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     """The place of each among all that could be kept, and its values, or one mapping of all its values."""
     counts: Counter[str] = field(default_factory=Counter)
-    flaws: list[str] = field(default_factory=list)
-    """The first problems."""
+    flaws: dict[str, list[str]] = field(default_factory=dict)
+    """The first rows that have problems, by problem."""
     remarks: list[str] = field(default_factory=list)
     most_bytes: int = field(default_factory=most_bytes)
     num_bytes: int = 0
@@ -194,7 +194,7 @@ class _Chosen:
         """Take in one item of a file."""
         if isinstance(values, str):
             if number:
-                self._tell(f"{origin}row {number:,} {values}")
+                self._tell(values, f"{origin}{number:,}")
             elif values:
                 self.remarks.append(origin + values)
             return
@@ -202,11 +202,8 @@ class _Chosen:
             self.counts["empty"] += 1
             return
         chosen = [values.get(name) for name in self.reading.names] or [values]
-        faults = [
-            (fault, name, value)
-            for (name, kind), value in zip(self.reading.columns, chosen)
-            if (fault := CHECKS[kind](value))
-        ]
+        checked = ((CHECKS[kind](value), name, value) for (name, kind), value in zip(self.reading.columns, chosen))
+        faults = [fault for fault in checked if fault[0]]
         if not faults:
             self._keep((self.counts["fit"], *chosen))
         elif self.reading.missing == "skip" and all(fault == _ABSENT for fault, *_ in faults):
@@ -214,7 +211,8 @@ class _Chosen:
         else:
             fault, name, value = faults[0]
             self.counts["absent"] += fault == _ABSENT
-            self._tell(f"{origin}row {number:,} has {fault} in {name!r} ({short_repr(value)})")
+            shown = f" ({short_repr(value)})" * (value is not None and bool(str(value).strip()))
+            self._tell(f"{fault} in {name!r}{shown}", f"{origin}{number:,}")
 
     def _keep(self, row: tuple[Any, ...]) -> None:
         most = self.reading.rows
@@ -226,9 +224,10 @@ class _Chosen:
             self.num_bytes += _size(row) - _size(self.rows[place])
             self.rows[place] = row
 
-    def _tell(self, flaw: str) -> None:
+    def _tell(self, flaw: str, row: str) -> None:
         self.counts["flaws"] += 1
-        self.flaws += [flaw] * (len(self.flaws) < MOST_TOLD)
+        if self.counts["flaws"] <= MOST_TOLD:
+            self.flaws.setdefault(flaw, []).append(row)
 
     def check_memory(self, share: float) -> None:
         """A `DataError` if the rows will take more than half of the memory that was free; asked every few megabytes."""
@@ -247,10 +246,10 @@ class _Chosen:
         """Columns of the rows that are kept, and remarks; a `DataError` tells all problems, or that there is no row."""
         counts = self.counts
         if num := counts["flaws"]:
-            more = f"; and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
+            told = "; ".join(f"{flaw} in row {', '.join(rows)}" for flaw, rows in self.flaws.items())
+            more = f" and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
             skip = ", or add missing=skip to the task to leave out rows without a value" * bool(counts["absent"])
-            told = f"{num:,} problem{'s' * (num > 1)}: {'; '.join(self.flaws)}{more}"
-            raise DataError(f"{self.origin} has {told}; mend the file{skip}")
+            raise DataError(f"{self.origin} has {num:,} problem{'s' * (num > 1)}: {told}{more}; mend the file{skip}")
         if not self.rows:
             lacking = f"no row of {self.origin} has a value in each of {self._names()}"
             empty = f"{self.origin} is empty; give it a header and at least one row"

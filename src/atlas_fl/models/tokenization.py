@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.errors import ModelError
 from atlas_fl.params import Truncation
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,10 +160,10 @@ def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncat
     return sorted(kept)
 
 
-def _cut(items: Sequence[Item], most: int, truncate: Truncation | None) -> list[Item]:
+def _cut(items: list[int], most: int, truncate: Truncation | None) -> list[int]:
     """At most so many items, without their tail, their head or their middle; without one of these it is the tail."""
     head = {"tail": most, "head": 0, "middle": (most + 1) // 2}[truncate or "tail"]
-    return [*items[:head], *items[len(items) - most + head :]] if most < len(items) else list(items)
+    return items[:head] + items[len(items) - most + head :] if most < len(items) else items
 
 
 def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> EncodedExamples:
