@@ -40,8 +40,8 @@ def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of) 
 
     assert truncation_notes({"t-0": tokens(4, 8)}, backbone) == ()
     assert truncation_notes({"t-0": tokens(4, 8), "t-1": tokens(18, 8)}, backbone) == (
-        "t: 6 of 18 texts are longer than 8 tokens and are cut; p95 is 20, the longest has 20, and the model reads up to"
-        " 66 (--max-length)",
+        "t: 6 of 18 texts are longer than 8 tokens and are cut; p95 is 20, the longest has 20, and the model reads up"
+        " to 66 (--max-length)",
     )
 
 
