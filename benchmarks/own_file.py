@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,9 +52,7 @@ def rows() -> Iterator[Row]:
 
 def write_files(folder: Path, size: int) -> Iterator[Path]:
     """A csv file, the same packed, as JSON lines and as parquet; each goes when the next is asked for."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     names = ("text", "unused", "label")
     num_rows = size // sum(len(value) + 1 for value in next(rows()))
     for ending in (".csv", ".csv.gz", ".jsonl", ".parquet"):

@@ -121,7 +121,7 @@ def test_a_row_without_a_class_is_named(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [0, -1]}, features=features)
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path))
     with pytest.raises(
-        DataError, match=r"train of .* has 1 problem: row 2 has no value in 'label' \(None\); mend .*missing=skip"
+        DataError, match=r"train of .* has 1 problem: no value in 'label' in row 2; mend .*missing=skip"
     ):
         parse_task(f"mine={tmp_path}")
 
@@ -181,11 +181,15 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         ),
         ([{"text": f"t{i}", "label": i % 2} for i in range(4)], "", "task 'mine' has no validation rows"),
         ([{"text": "same", "label": i % 2} for i in range(9)], "", "task 'mine' has no train and no validation and no"),
-        ([{"text": "a", "label": 10**400}], ",metric=pearson", "row 1 has no number that float32 holds in 'label'"),
+        (
+            [{"text": "a", "label": 10**400}],
+            ",metric=pearson",
+            "such as 0.5 that float32 holds in 'label' .1000",
+        ),
         (
             [{"text": "a", "label": "high"}],
             ",metric=pearson",
-            "row 1 has no number that float32 holds in 'label' .'high'",
+            "that float32 holds in 'label' .'high'. in row 1;",
         ),
         (
             [{"text": f"t{i}", "label": 1.5} for i in range(9)],
@@ -195,14 +199,14 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         (
             [{"text": f"t{i}", "label": "nan" if i == 6 else "ab"[i % 2]} for i in range(9)],
             "",
-            "row 7 has no value in 'label' .'nan'.; mend the file, or add missing=skip",
+            "no value in 'label' .'nan'. in row 7; mend the file, or add missing=skip",
         ),
         (
             [{"text": f"t{i}", "label": "7" * 5000} for i in range(9)],
             "",
             "has 1 different values in 9 rows, such as a number of",
         ),
-        ([{"text": "a", "label": None}], "", "row 1 has no value in 'label' .None."),
+        ([{"text": "a", "label": None}], "", "no value in 'label' in row 1; mend"),
     ],
 )
 def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str, message: str, tmp_path: Path) -> None:
