@@ -90,7 +90,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(INSTALL) dev flower ray search
+	$(INSTALL) dev flower ray search xlsx
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp

@@ -8,7 +8,7 @@ Functions of `Params`: values in, values out.
 import math
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -49,6 +49,9 @@ def params_by_client(state: ServerState, name: str) -> dict[str, Params]:
     return {client: tensors(subtree(entry, client)) for client in entry}
 
 
+Truncation: TypeAlias = Literal["tail", "head", "middle"]
+"""The part that a text longer than `--max-length` loses."""
+TRUNCATIONS: tuple[Truncation, ...] = get_args(Truncation)
 Split: TypeAlias = Literal["train", "validation", "test"]
 
 

@@ -76,11 +76,12 @@ def test_a_split_is_known_by_the_names_that_people_give_it(name: str, tmp_path: 
         write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": "ab"[i % 2]} for i in range(count)])
     data = loaded(parse_task(f"mine={tmp_path}"))
     assert data.validation.text == tuple(f"{name} {i}" for i in range(4))
-    assert data.unread == ()
+    assert data.notes == ()
     write(tmp_path / "validation-0.jsonl", [{"text": "more", "label": "a"}])
     write(tmp_path / "extra.jsonl", [{"text": "more", "label": "a"}])
     data = loaded(parse_task(f"mine={tmp_path}"))
-    assert data.unread == (str(tmp_path / "extra.jsonl"), str(tmp_path / "validation-0.jsonl"))
+    unread = f"{tmp_path / 'extra.jsonl'}, {tmp_path / 'validation-0.jsonl'}"
+    assert data.notes == (f"2 files are left out, whose names are of no split: {unread}",)
     (tmp_path / "validation.csv").write_text("text,label\nmore,a\n")
     if name != "validation":
         with pytest.raises(DataError, match="holds the validation split more than once"):
@@ -120,7 +121,7 @@ def test_a_row_without_a_class_is_named(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [0, -1]}, features=features)
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path))
     with pytest.raises(
-        DataError, match=r"row 2 of train of .* has None in column 'label'; allowed: the name or number of a class"
+        DataError, match=r"train of .* has 1 problem: no value in 'label' in row 2; mend .*missing=skip"
     ):
         parse_task(f"mine={tmp_path}")
 
@@ -180,8 +181,16 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         ),
         ([{"text": f"t{i}", "label": i % 2} for i in range(4)], "", "task 'mine' has no validation rows"),
         ([{"text": "same", "label": i % 2} for i in range(9)], "", "task 'mine' has no train and no validation and no"),
-        ([{"text": "a", "label": 10**400}], ",metric=pearson", "in row 1 of .* is no number that float32 holds"),
-        ([{"text": "a", "label": "high"}], ",metric=pearson", "label 'high' in row 1 of .* is no number that float32"),
+        (
+            [{"text": "a", "label": 10**400}],
+            ",metric=pearson",
+            "such as 0.5 that float32 holds in 'label' .1000",
+        ),
+        (
+            [{"text": "a", "label": "high"}],
+            ",metric=pearson",
+            "that float32 holds in 'label' .'high'. in row 1;",
+        ),
         (
             [{"text": f"t{i}", "label": 1.5} for i in range(9)],
             ",metric=pearson",
@@ -190,14 +199,14 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         (
             [{"text": f"t{i}", "label": "nan" if i == 6 else "ab"[i % 2]} for i in range(9)],
             "",
-            "row 7 of .* has 'nan' in column 'label'; allowed: the name or number of a class",
+            "no value in 'label' .'nan'. in row 7; mend the file, or add missing=skip",
         ),
         (
             [{"text": f"t{i}", "label": "7" * 5000} for i in range(9)],
             "",
             "has 1 different values in 9 rows, such as a number of",
         ),
-        ([{"text": "a", "label": None}], "", "row 1 of .* has None in column 'label'"),
+        ([{"text": "a", "label": None}], "", "no value in 'label' in row 1; mend"),
     ],
 )
 def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str, message: str, tmp_path: Path) -> None:

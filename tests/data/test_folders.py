@@ -70,7 +70,9 @@ def test_folders_of_no_split_are_named_and_a_split_is_there_once(tmp_path: Path)
                 color = (80 * index + 10, 40 * len(split), 200 if label == "a" else 20)
                 Image.new("RGB", (4, 4), color).save(tmp_path / split / label / f"{index}.png")
     task = parse_task(f"mine={tmp_path}")
-    assert task.load(Source(cache_dir=Path("/nowhere"))).unread == (str(tmp_path / "more"),)
+    assert task.load(Source(cache_dir=Path("/nowhere"))).notes == (
+        f"1 files are left out, whose names are of no split: {tmp_path / 'more'}",
+    )
     (tmp_path / "more").rename(tmp_path / "Validation")
     with pytest.raises(DataError, match=r"holds the validation split more than once \(Validation, val\); keep one"):
         parse_task(f"mine={tmp_path}")

@@ -92,7 +92,7 @@ def test_a_folder_keeps_its_splits(tmp_path: Path) -> None:
         (
             "text=query,target=answer",
             DataError,
-            r"has no column 'query' to write 'answer' after; it has .*; name one with text=, or say text=answer for no",
+            r"no column 'query'; it has .*; name the one to write 'answer' after with text=, or say text=answer for no",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from tokenizers import pre_tokenizers
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
+from atlas_fl.params import Truncation
 
 THREE = EncodedExamples(
     ids=np.array([1, 2, 3, 4, 5, 6]),
@@ -108,6 +109,56 @@ def test_texts_that_are_written_remember_it_too(tiny_of) -> None:
     assert full_and_kept(encode_targets(PROMPTS, None, tokenizer=tokenizer, max_length=5)) == [(4, 4), (7, 5), (3, 3)]
     assert full_and_kept(encode_prompts(PROMPTS, tokenizer=tokenizer, max_length=4)) == [(3, 3), (6, 4), (2, 2)]
     assert encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=20).full_lengths is None
+
+
+PARTS = [("tail", "w1 w2 w3 w4"), ("head", "w4 w5 w6 w7"), ("middle", "w1 w2 w6 w7")]
+
+
+@pytest.mark.parametrize(("truncate", "kept"), PARTS)
+@pytest.mark.parametrize("architecture", ["bert", "llama", "roberta"])
+def test_a_longer_text_loses_its_tail_head_or_middle_and_no_mark(
+    architecture: str, truncate: Truncation, kept: str, tiny_of
+) -> None:
+    tokenizer, text = tiny_of(architecture).backbone.tokenizer, ["w1 w2 w3 w4 w5 w6 w7", "w8"]
+    marks = len(tokenizer(["w1"])["input_ids"][0]) - 1
+    cut = encode_examples(text, None, np.zeros(2), tokenizer=tokenizer, max_length=4 + marks, truncate=truncate)
+    expected = tokenizer([kept, "w8"])["input_ids"]
+    assert cut.ids.tolist() == [token for row in expected for token in row]
+    assert full_and_kept(cut) == [(7 + marks, 4 + marks), (1 + marks, 1 + marks)]
+    if truncate == "tail":
+        assert cut.digest == encode_examples(text, None, np.zeros(2), tokenizer=tokenizer, max_length=4 + marks).digest
+
+
+@pytest.mark.parametrize(("truncate", "kept"), PARTS)
+def test_of_a_pair_each_text_loses_that_part_and_keeps_its_type(truncate: Truncation, kept: str, tiny_of) -> None:
+    tokenizer = tiny_of("bert").backbone.tokenizer
+    cut = encode_examples(
+        ["w8 w9"], ["w1 w2 w3 w4 w5 w6 w7"], np.zeros(1), tokenizer=tokenizer, max_length=9, truncate=truncate
+    )
+    expected = tokenizer(["w8 w9"], [kept])
+    assert cut.ids.tolist() == expected["input_ids"][0] and cut.types.tolist() == expected["token_type_ids"][0]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "alone", "after"),
+    [
+        (None, "<s> [w1] [w2]", "<s> w5 w6 [w8]"),
+        ("tail", "<s> [w1] [w2]", "<s> w1 w6 [w8]"),
+        ("head", "w5 [w6] [</s>]", "<s> w5 w6 [w8]"),
+        ("middle", "<s> [w1] [</s>]", "<s> w1 w6 [w8]"),
+    ],
+)
+def test_what_is_written_loses_that_part_and_a_prompt_keeps_its_last_token(
+    truncate: Truncation | None, alone: str, after: str, tiny_of
+) -> None:
+    """Llama's test tokenizer has no token of a line break: the last of a prompt stands for it."""
+    tokenizer, text = tiny_of("llama").backbone.tokenizer, ["w1 w2 w3 w4 w5 w6"]
+    written = encode_targets(text, None, tokenizer=tokenizer, max_length=3, truncate=truncate)
+    assert spelled(written, tokenizer) == [alone]
+    answered = encode_targets(text, ["w8"], tokenizer=tokenizer, max_length=5, truncate=truncate)
+    assert spelled(answered, tokenizer) == [f"{after} [</s>]"]
+    prompts = encode_prompts(text, tokenizer=tokenizer, max_length=3, truncate=truncate)
+    assert spelled(prompts, tokenizer) == [after.rpartition(" ")[0]]
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:

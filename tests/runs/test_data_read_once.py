@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.config import Config, validate
-from atlas_fl.data import cleaning, embedded, tables
+from atlas_fl.data import cleaning, embedded, formats
 from atlas_fl.data.task import forget
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import resume_run, run_config
@@ -36,7 +36,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    monkeypatch.setitem(tables.READERS, ".csv", counted(tables.READERS[".csv"], lambda path: path.name))
+    monkeypatch.setitem(formats.FORMATS, ".csv", counted(formats.FORMATS[".csv"], lambda _, path, __: path.name))
     monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
     monkeypatch.setattr(cleaning, "split_rows", counted(cleaning.split_rows, lambda _, *, name, **__: name))
     forget()

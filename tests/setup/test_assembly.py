@@ -40,7 +40,8 @@ def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of) 
 
     assert truncation_notes({"t-0": tokens(4, 8)}, backbone) == ()
     assert truncation_notes({"t-0": tokens(4, 8), "t-1": tokens(18, 8)}, backbone) == (
-        "t: 6 of 18 texts and prompts are cut; the longest has 20 tokens, and the model reads up to 66 (--max-length)",
+        "t: 6 of 18 texts are longer than 8 tokens and are cut; p95 is 20, the longest has 20, and the model reads up"
+        " to 66 (--max-length)",
     )
 
 
@@ -54,7 +55,7 @@ def test_prompts_that_are_cut_are_counted(tiny_of) -> None:
     task = dataclasses.replace(task_of(), num_labels=0, metric="perplexity", label_names=())
     tokens = ClientTokens(task=task, splits={"train": rows}, prompts={"test": prompts})
     (note,) = truncation_notes({"t-0": tokens}, backbone)
-    assert note.startswith("t: 2 of 2 texts and prompts are cut; ")
+    assert note.startswith("t: 2 of 2 texts and prompts are longer than 8 tokens and are cut; p95 is 10")
 
 
 def test_a_model_with_positions_for_no_text_is_refused(tiny_of, tmp_path) -> None:

@@ -32,8 +32,9 @@ class DataConfig:
     ] = ("movie", "trec", "pairs")
     """Tasks of the federation (`atlas list tasks`)."""
     task: Annotated[tuple[str, ...], Mark.COMMON] = ()
-    """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, or
-    text= and target= for text that is to be written; commas between; may be repeated."""
+    """Your own csv, json, xlsx or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=,
+    or text= and target= for text that is to be written; sep=, encoding=, missing=, rows= and truncate=; commas between;
+    may be repeated."""
     clients_per_task: Annotated[int, Range(least=1, most=10**6), Mark.COMMON] = 3
     """Clients that share each task."""
     samples: Annotated[int | None, Range(least=2), Mark.COMMON] = 200

@@ -17,8 +17,6 @@ from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, generator
 
-MOST_NAMED = 3
-"""Skipped files that a note names."""
 BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`partition.assign_classes`)."""
 OWN, BALANCED = "own", "balanced"
@@ -61,8 +59,8 @@ class ClientData:
     test: Examples
     left_out: int = 0
     """Rows that its task was given and nobody has (`TaskData.left_out`)."""
-    unread: tuple[str, ...] = ()
-    """Files of its task that were skipped (`TaskData.unread`)."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the files of its task (`TaskData.notes`)."""
     concept: Concept = Concept()
     """Concept that made its labels of those that its task has (`data.heterogeneity`)."""
     given: Labels | None = None
@@ -117,13 +115,8 @@ def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     """A line for each task of which files were left out, and for each of which rows were left out by cleaning."""
     lines = []
     for name, members in _by_task(clients).items():
-        files = next((client.unread for client in members if client.unread), ())
         count = max(client.left_out for client in members)
-        if files:
-            lines.append(
-                f"{name}: {len(files):,} files are left out, whose names are of no split:"
-                f" {', '.join(files[:MOST_NAMED])}{', ..' if len(files) > MOST_NAMED else ''}"
-            )
+        lines += [f"{name}: {note}" for note in dict.fromkeys(note for client in members for note in client.notes)]
         if count:
             lines.append(f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits")
     return tuple(lines)
@@ -180,7 +173,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
                 validation=data.validation.take(parts["validation"][number]),
                 test=data.test.take(parts["test"][number]),
                 left_out=data.left_out,
-                unread=data.unread,
+                notes=data.notes,
             )
             for number in range(clients_per_task)
         ]

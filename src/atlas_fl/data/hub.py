@@ -59,7 +59,7 @@ def find_tables(published: Published, source: Source) -> dict[str, Table]:
 def _find_tables(published: Published, source: Source) -> dict[str, Table]:
     folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
-        return read_folder(folder)
+        return read_folder(folder)[0]
     tables = _read_cache(published)
     if tables is not None:
         return tables

@@ -1,13 +1,29 @@
-"""Tables from disk: csv, tsv, jsonl, parquet, and folders of `datasets.save_to_disk`, as columns of plain values."""
+"""Tables from disk: the files of `data.formats`, and folders of `datasets.save_to_disk`, as columns of plain values."""
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from sys import getsizeof
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import DataError, short_repr
+import numpy as np
+
+from atlas_fl.data.formats import (
+    FAULTS,
+    FORMATS,
+    Item,
+    Reading,
+    check_columns,
+    class_names_of,
+    ending_of,
+    most_bytes,
+    with_class_names,
+)
+from atlas_fl.errors import DataError, first_of, short_repr
+from atlas_fl.rng import generator
 from atlas_fl.storage.folder_access import check_regular
 
 Table: TypeAlias = Mapping[str, Sequence[Any]]
@@ -19,86 +35,255 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "test": ("test", "test_matched"),
 }
 """Names that the files and folders of a split may have, in any case; MNLI has the last of each."""
-MOST_UNPACKED_BYTES = 1 << 30
-"""Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
-_BATCH_ROWS = 256
-"""Rows that are unpacked at once to count them."""
+LARGEST_LABEL = float(np.finfo(np.float32).max)
+MOST_TOLD = 10
+"""Most problems of a file in a message."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 """Words that programs write where a value is missing."""
+_ABSENT, _NO_NUMBER = "no value", "no number such as 0.5 that float32 holds"
+_SEED = 0
+"""Rows that are drawn belong to the data and not to the run, as splits do."""
+_BYTES_BETWEEN_CHECKS = 1 << 24
+
+
+def _text_fault(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return _ABSENT
+    if not isinstance(value, str):  # what pandas has for missing values of some types is no number either
+        return "" if isinstance(value, int | float) else "neither a text nor a number"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "half a character"
+    return "a zero byte" if "\0" in value else "" if value.strip() else _ABSENT
+
+
+def _class_fault(value: object) -> str:
+    return _ABSENT if isinstance(value, str) and value.strip().lower() in _NO_VALUE else _text_fault(value)
+
+
+def _number_fault(value: Any) -> str:
+    try:
+        return "" if abs(float(value)) <= LARGEST_LABEL else _class_fault(value) or _NO_NUMBER
+    except (OverflowError, TypeError, ValueError):
+        return _class_fault(value) or _NO_NUMBER
+
+
+CHECKS: dict[str, Callable[[Any], str]] = {"text": _text_fault, "class": _class_fault, "number": _number_fault}
+"""By kind of column, what a value is that may not be in it; empty for one that may. A class is not called as programs
+call a missing value."""
 
 
 def read_table(path: Path, *, class_names: bool = False) -> Table:
-    """Columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind.
+    """All columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind.
 
     With `class_names` a column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers.
     """
+    return read_rows([path], Reading(class_names=class_names))[0]
+
+
+READERS: dict[str, Callable[[Path], Table]] = dict.fromkeys(FORMATS, read_table)
+"""By ending; those of `data.formats` are read row by row, those of plug-ins whole."""
+
+
+def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """Tables of a folder by split, of `split_files` or a saved `DatasetDict`, and remarks on them."""
+    reading = reading or Reading()
+    unread: list[str] = []
+    if _is_saved(folder):
+        saved = {split: _dataset_items(rows, reading) for split, rows in _read_saved(folder).items()}
+        read = {split: _choose({f"{split} of {folder}": items}, reading) for split, items in saved.items()}
+    else:
+        files = split_files(folder)
+        read = {split: read_rows(paths, reading) for split, paths in files.items()}
+        unread = [str(path) for path in _tables_in(folder) if not any(path in paths for paths in files.values())]
+    remarks = (remark for _, remarks in read.values() for remark in remarks)
+    return {split: table for split, (table, _) in read.items()}, (*left_out_note(unread), *remarks)
+
+
+def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
+    """A remark on files that are not read, if there are any."""
+    return (f"{len(paths):,} files are left out, whose names are of no split: {first_of(paths)}",) if paths else ()
+
+
+def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+    """Columns of files, one after another, and remarks on them.
+
+    Raises:
+        DataError: a file cannot be read, or has no such column; all problems of its rows; or what is read of it would
+            take more than half of the free memory.
+    """
+    return _choose({str(path): _items(path, reading) for path in paths}, reading)
+
+
+Progress: TypeAlias = tuple[Item, float]
+"""Item of a file, and the share of the file that is read; 1 where only its end says."""
+
+
+def _items(path: Path, reading: Reading) -> Iterator[Progress]:
     if not path.exists():
         raise DataError(f"there is no file {path}; check the path")
     if path.is_dir():
         raise DataError(f"{path} is a folder and no file; give the file, or rename the folder")
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+    ending = ending_of(path)
+    if ending not in READERS:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
         check_regular(path)
-        table = reader(path)
-        if class_names and reader is _read_parquet:
-            table = _with_class_names(table, _noted_class_names(path))
-    except UnicodeDecodeError as error:
-        raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
-    except (OSError, ValueError, RecursionError) as error:
+        if ending not in FORMATS:
+            table = READERS[ending](path)
+            check_columns(list(table), reading, origin=path)
+            rows = enumerate(zip(*table.values()), start=1)
+            yield from (((number, dict(zip(table, row))), 1.0) for number, row in rows)
+            return
+        size = max(1, path.stat().st_size)
+        with path.open("rb") as raw:
+            for item in FORMATS[ending](raw, path, reading):
+                yield item, raw.tell() / size if ending.startswith((".csv", ".tsv", ".json")) else 1.0
+    except UnicodeError as error:
+        encoding = reading.encoding or getattr(error, "encoding", "utf-16").replace("charmap", "utf-8 or cp1252")
+        told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
+        raise DataError(f"cannot read {path}: {told}") from error
+    except FAULTS as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
-    if not any(len(values) for values in table.values()):
-        raise DataError(f"{path} is empty; give it a header and at least one row")
-    return table
+        remedy = "" if ";" in reason else "; mend the file or save it as jsonl or parquet"
+        raise DataError(f"cannot read {path}: {reason}{remedy}") from error
 
 
-def read_folder(folder: Path, *, class_names: bool = False) -> dict[str, Table]:
-    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`."""
-    if _is_saved(folder):
-        return _read_saved(folder, class_names=class_names)
-    files = {split: _split_files(folder, split) for split in SPLITS}
-    return {
-        split: _concatenate([read_table(path, class_names=class_names) for path in paths])
-        for split, paths in files.items()
-        if paths
-    }
+def _dataset_items(rows: Any, reading: Reading) -> Iterator[Progress]:
+    check_columns(rows.column_names, reading, origin="the data set")
+    known = class_names_of(rows.features) if reading.class_names else {}
+    wanted = rows.with_format(None).select_columns(list(reading.names) or rows.column_names)
+    yield from (((at, with_class_names(values, known)), at / len(rows)) for at, values in enumerate(wanted, start=1))
 
 
-def files_of_no_split(folder: Path) -> tuple[str, ...]:
-    """Tables in a folder that `read_folder` does not read, since their names are of no split."""
-    if _is_saved(folder):
-        return ()
-    read = {path for split in SPLITS for path in _split_files(folder, split)}
-    return tuple(str(path) for path in _tables_in(folder) if path not in read)
+def _choose(sources: Mapping[str, Iterable[Progress]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+    """The rows of these sources, by their names in messages, in their order."""
+    first, *more = sources
+    chosen = _Chosen(reading=reading, origin=f"{first} and {len(more)} more" if more else first)
+    for origin, items in sources.items():
+        names: dict[str, None] = {}
+        for (number, values), share in items:
+            chosen.add(number, values, origin=f"{origin} " if more else "")
+            chosen.check_memory(1.0 if more else share)
+            if not isinstance(values, str) and not values.keys() <= names.keys():
+                names |= dict.fromkeys(values)
+        if names:
+            check_columns(list(names), reading, origin=origin)
+    return chosen.table()
 
 
-def column(table: Table, name: str, *, origin: object, of_classes: bool = False) -> Sequence[Any]:
-    """The values of a column; a `DataError` names the columns that exist, or the first row that is not allowed.
+@dataclass(kw_only=True, eq=False)
+class _Chosen:
+    """Rows that are kept of all that come, and what was wrong with others."""
 
-    A class is not called as programs call a missing value.
-    """
-    if name not in table:
-        raise DataError(f"{origin} has no column {name!r}; it has {', '.join(map(repr, table))}")
-    for row, value in enumerate(table[name], start=1):
-        if not _is_allowed(value) or (of_classes and str(value).strip().lower() in _NO_VALUE):
+    reading: Reading
+    origin: str
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    """The place of each among all that could be kept, and its values, or one mapping of all its values."""
+    counts: Counter[str] = field(default_factory=Counter)
+    flaws: dict[str, list[str]] = field(default_factory=dict)
+    """The first rows that have problems, by problem."""
+    remarks: list[str] = field(default_factory=list)
+    most_bytes: int = field(default_factory=most_bytes)
+    num_bytes: int = 0
+    checked_bytes: int = 0
+    rng: np.random.Generator = field(default_factory=lambda: generator(_SEED, "rows"))
+
+    def add(self, number: int, values: Mapping[str, Any] | str, *, origin: str) -> None:
+        """Take in one item of a file."""
+        if isinstance(values, str):
+            if number:
+                self._tell(values, f"{origin}{number:,}")
+            elif values:
+                self.remarks.append(origin + values)
+            return
+        if not values:
+            self.counts["empty"] += 1
+            return
+        chosen = [values.get(name) for name in self.reading.names] or [values]
+        checked = ((CHECKS[kind](value), name, value) for (name, kind), value in zip(self.reading.columns, chosen))
+        faults = [fault for fault in checked if fault[0]]
+        if not faults:
+            self._keep((self.counts["fit"], *chosen))
+        elif self.reading.missing == "skip" and all(fault == _ABSENT for fault, *_ in faults):
+            self.counts["skipped"] += 1
+        else:
+            fault, name, value = faults[0]
+            self.counts["absent"] += fault == _ABSENT
+            shown = f" ({short_repr(value)})" * (value is not None and bool(str(value).strip()))
+            self._tell(f"{fault} in {name!r}{shown}", f"{origin}{number:,}")
+
+    def _keep(self, row: tuple[Any, ...]) -> None:
+        most = self.reading.rows
+        self.counts["fit"] += 1
+        if most is None or len(self.rows) < most:
+            self.rows.append(row)
+            self.num_bytes += _size(row)
+        elif (place := int(self.rng.integers(self.counts["fit"]))) < most:  # Vitter's algorithm R
+            self.num_bytes += _size(row) - _size(self.rows[place])
+            self.rows[place] = row
+
+    def _tell(self, flaw: str, row: str) -> None:
+        self.counts["flaws"] += 1
+        if self.counts["flaws"] <= MOST_TOLD:
+            self.flaws.setdefault(flaw, []).append(row)
+
+    def check_memory(self, share: float) -> None:
+        """A `DataError` if the rows will take more than half of the memory that was free; asked every few megabytes."""
+        if self.num_bytes < self.checked_bytes + _BYTES_BETWEEN_CHECKS:
+            return
+        self.checked_bytes = self.num_bytes
+        expected = self.num_bytes / share if self.reading.rows is None else self.num_bytes
+        if expected > self.most_bytes:
+            most = int(len(self.rows) * self.most_bytes / self.num_bytes / 2)
             raise DataError(
-                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed:"
-                f" {'the name or number of a class' if of_classes else 'a text or a number'}; mend the row or remove it"
+                f"what is read of {self.origin} takes about {expected / 1e9:.2f} GB of memory, and half of what is free"
+                f" is {self.most_bytes / 1e9:.2f} GB; add rows={most} to the task to draw so many rows evenly"
+            )
+
+    def table(self) -> tuple[Table, tuple[str, ...]]:
+        """Columns of the rows that are kept, and remarks; a `DataError` tells all problems, or that there is no row."""
+        counts = self.counts
+        if num := counts["flaws"]:
+            told = "; ".join(f"{flaw} in row {', '.join(rows)}" for flaw, rows in self.flaws.items())
+            more = f" and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
+            skip = ", or add missing=skip to the task to leave out rows without a value" * bool(counts["absent"])
+            raise DataError(f"{self.origin} has {num:,} problem{'s' * (num > 1)}: {told}{more}; mend the file{skip}")
+        if not self.rows:
+            lacking = f"no row of {self.origin} has a value in each of {self._names()}"
+            empty = f"{self.origin} is empty; give it a header and at least one row"
+            raise DataError(lacking if counts["skipped"] else empty)
+        notes = {
+            f"{counts['empty']:,} empty rows are skipped": counts["empty"],
+            f"{counts['skipped']:,} rows without a value in {self._names()} are skipped": counts["skipped"],
+            f"{len(self.rows):,} of {counts['fit']:,} rows are drawn": counts["fit"] - len(self.rows),
+        }
+        remarks = (*self.remarks, *(remark for remark, count in notes.items() if count))
+        rows = sorted(self.rows, key=itemgetter(0)) if self.reading.rows else self.rows
+        if self.reading.names:
+            return {name: [row[at] for row in rows] for at, name in enumerate(self.reading.names, start=1)}, remarks
+        names = dict.fromkeys(name for _, values in rows for name in values)
+        return {name: [values.get(name) for _, values in rows] for name in names}, remarks
+
+    def _names(self) -> str:
+        return " and ".join(map(repr, self.reading.names))
+
+
+def _size(row: Iterable[Any]) -> int:
+    return getsizeof(row) + sum(map(getsizeof, row))
+
+
+def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
+    """The values of a column; a `DataError` names the columns that exist, or the first row that is not allowed."""
+    check_columns(list(table), Reading(columns=((name, "text"),)), origin=origin)
+    for row, value in enumerate(table[name], start=1):
+        if CHECKS["text"](value):
+            raise DataError(
+                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed: a text or a number; mend"
+                " the row or remove it"
             )
     return table[name]
-
-
-def _is_allowed(value: object) -> bool:
-    """Return whether a value is a number or a text that a file can hold, and not blank."""
-    if not isinstance(value, str):  # what pandas has for missing values of some types is no number either
-        return isinstance(value, int) or (isinstance(value, float) and not math.isnan(value))
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return bool(value.strip())
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
@@ -106,145 +291,63 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return tuple(str(value) for value in column(table, name, origin=origin))
 
 
-def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
-    """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
-    tables = {}
-    for name, rows in data.items():
-        table: Table = rows.with_format(None)[:]
-        split = next((split for split, known in SPLITS.items() if name.lower() in known), name)
-        tables[split] = _with_class_names(table, _class_names(rows.features)) if class_names else table
-    return tables
+def from_datasets(data: Mapping[str, Any]) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict` by split."""
+    items = {split: _dataset_items(rows, Reading()) for split, rows in _by_split(data).items()}
+    return {split: _choose({split: rows}, Reading())[0] for split, rows in items.items()}
 
 
-def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Names of the classes by column, of the features of a `datasets.Dataset`."""
-    import datasets  # two seconds that other commands need not pay
-
-    return {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
-
-
-def _with_class_names(table: Table, names: Mapping[str, Sequence[str]]) -> Table:
-    """The table with the name of a class in the place of its number; without one (-1) a row has no value."""
-    named = {
-        column: [
-            known[number] if isinstance(number, int) and 0 <= number < len(known) else None for number in table[column]
-        ]
-        for column, known in names.items()
-    }
-    return {**table, **named}
-
-
-def _read_csv(path: Path) -> Table:
-    pandas = import_module("pandas")  # half a second that other commands need not pay
-    try:
-        cells = pandas.read_csv(
-            path,
-            sep="\t" if path.suffix.lower() == ".tsv" else ",",
-            header=None,
-            dtype=str,
-            keep_default_na=False,
-            encoding="utf-8-sig",
-        )
-    except pandas.errors.EmptyDataError:
-        return {}
-    header = cells.iloc[0].tolist()
-    if len(set(header)) != len(header):
-        raise ValueError("two columns of the header have one name")
-    return {name: cells[index][1:].tolist() for index, name in enumerate(header)}
-
-
-def _read_jsonl(path: Path) -> Table:
-    rows = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # Python reads no whole number of more than 4,300 digits either
-                raise ValueError(f"line {number} is no JSON ({str(error).partition(';')[0]})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no JSON object")
-            rows.append(row)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _read_parquet(path: Path) -> Table:
-    arrow = import_module("pyarrow")  # half a second that other commands need not pay
-    batches: list[Any] = []
-    unpacked = 0
-    try:
-        with import_module("pyarrow.parquet").ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                batches.append(batch)
-                unpacked += batch.nbytes
-                if unpacked > MOST_UNPACKED_BYTES:
-                    raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
-        table: Table = arrow.Table.from_batches(batches, file.schema_arrow).to_pandas().to_dict("list")
-    except (arrow.ArrowException, MemoryError, OverflowError) as error:
-        raise ValueError(str(error) or "its values take more memory than there is") from None
-    return table
-
-
-def _noted_class_names(path: Path) -> dict[str, Sequence[str]]:
-    """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
-    schema = import_module("pyarrow.parquet").read_schema(path)
-    if b"huggingface" not in (schema.metadata or {}):
-        return {}
-    try:
-        return _class_names(import_module("datasets").Features.from_arrow_schema(schema))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("what datasets has noted in it of its columns is damaged") from error
-
-
-READERS: dict[str, Callable[[Path], Table]] = {
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+def _by_split(data: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: split for split, names in SPLITS.items() for name in names}
+    return {known.get(name.lower(), name): rows for name, rows in data.items()}
 
 
 def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _read_saved(folder: Path, *, class_names: bool) -> dict[str, Table]:
+def _read_saved(folder: Path) -> dict[str, Any]:
     import datasets  # two seconds that other commands need not pay
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-        data = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-        return from_datasets(data, class_names=class_names)
+        return _by_split(loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded})
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
 
 
 def _tables_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
+    # what begins with a dot or with Excel's mark of an open file is a program's own
+    paths = (path for path in folder.iterdir() if not path.name.startswith((".", "~$")))
+    return sorted(path for path in paths if ending_of(path) in READERS)
+
+
+def _stem(path: Path) -> str:
+    ending = ending_of(path)
+    return path.name.lower()[: -len(ending) if ending in READERS else None]
 
 
 def find_split(paths: Sequence[Path], split: str, *, origin: Path) -> list[Path]:
     """The path that has a name of this split, if there is one; a `DataError` where there are two."""
-    named = [path for path in paths if path.stem.lower() in SPLITS[split]]
+    named = [path for path in paths if _stem(path) in SPLITS[split]]
     if len(named) > 1:
         names = ", ".join(path.name for path in named)
         raise DataError(f"{origin} holds the {split} split more than once ({names}); keep one")
     return named
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or those in the folder `<name>`.
+
+    Where no name is of a split, all tables are shards of one, which is to be cut (`all`).
+    """
     tables = _tables_in(folder)
-    beginnings = tuple(f"{name}-" for name in SPLITS[split])
-    shards = [path for path in tables if path.stem.lower().startswith(beginnings)]
-    return find_split(tables, split, origin=folder) or shards
-
-
-def _concatenate(tables: Sequence[Table]) -> Table:
-    def rows_of(name: str) -> Iterable[Any]:
-        for table in tables:
-            yield from table.get(name, [None] * len(next(iter(table.values()))))
-
-    return {name: list(rows_of(name)) for name in dict.fromkeys(name for table in tables for name in table)}
+    folders = [path for path in folder.iterdir() if path.is_dir() and _tables_in(path)]
+    files: dict[str, list[Path]] = {}
+    for split, names in SPLITS.items():
+        named = find_split([*tables, *folders], split, origin=folder)
+        shards = [path for path in tables if _stem(path).startswith(tuple(f"{name}-" for name in names))]
+        if paths := [file for path in named for file in (_tables_in(path) if path in folders else [path])] or shards:
+            files[split] = paths
+    return files or ({"all": tables} if tables else {})

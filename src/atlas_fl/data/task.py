@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 import numpy as np
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import Split
+from atlas_fl.params import Split, Truncation
 
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """(n, height, width, channels) uint8; one channel is grey, three are red, green and blue."""
@@ -106,8 +106,8 @@ class TaskData:
     test: Examples
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
-    unread: tuple[str, ...] = ()
-    """Files and folders that were left out, whose names are of no split."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the files: those that were left out, rows that were skipped, an encoding that was guessed."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:
@@ -140,6 +140,8 @@ class Task:
     metric: Metric = "accuracy"
     max_length: int = 128
     """Longest sequence in tokens."""
+    truncate: Truncation | None = None
+    """The part that a longer one loses; None is the tail, of a prompt the head."""
     images: bool = False
     """True if its splits are `Images` and no `Rows`."""
     label_names: tuple[str, ...] = ()

@@ -1,30 +1,19 @@
-"""A user's own data as a task (`--task`): a csv, tsv, jsonl or parquet file, or a folder of images by class."""
+"""A user's own data as a task (`--task`): a table (`data.tables`), a folder of them, or a folder of images by class."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.tables import (
-    READERS,
-    SPLITS,
-    Table,
-    column,
-    files_of_no_split,
-    find_split,
-    read_folder,
-    read_table,
-    texts,
-)
+from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
+from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
     METRICS,
     Images,
-    Labels,
     Metric,
     Pixels,
     Rows,
@@ -35,14 +24,13 @@ from atlas_fl.data.task import (
     rows_to_write,
 )
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
+from atlas_fl.params import TRUNCATIONS, Truncation
 from atlas_fl.storage.folder_access import check_regular
 
-FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
+FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,OPTION=VALUE]"
 IMAGE_FORM = "name=path[,size=PIXELS]"
-LARGEST_LABEL = float(np.finfo(np.float32).max)
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
-_OPTIONS = ("text", "pair", "label", "metric", "target")
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _WIDE = ("I", "F")
 """Pillow's modes of more than eight bits, which would be cut off at 255."""
@@ -67,6 +55,7 @@ def parse_task(description: str) -> Task:
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
         metric=columns.metric,
+        truncate=columns.truncate,
         label_names=names,
         note=f"your own: {path}",
         load=lambda _: data,
@@ -98,83 +87,118 @@ class Columns:
     metric: Metric = "accuracy"
     target: str | None = None
     """Column that the model is to write: after the text, or the text itself where both are one column."""
+    truncate: Truncation | None = None
+    sep: str | None = None
+    encoding: str | None = None
+    missing: Missing = "error"
+    rows: str | None = None
+    """Most rows that are drawn of each split."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether its labels are classes."""
+        return self.target is None and self.metric != "pearson"
+
+    @property
+    def reading(self) -> Reading:
+        """The columns that are read, and how."""
+        kinds = dict.fromkeys((self.text, self.target or self.pair or self.text), "text")
+        hint = f"; name the one to write {self.target!r} after with text=, or say text={self.target} for no prompt"
+        if self.target is None:
+            kinds[self.label] = "class" if self.has_classes else "number"
+            hint = "; name the columns of the text and the label with text= and label="
+        return Reading(
+            columns=tuple(kinds.items()),
+            sep=SEPARATORS.get(self.sep or "", self.sep),
+            encoding=self.encoding,
+            missing=self.missing,
+            rows=None if self.rows is None else int(self.rows),
+            hint=hint,
+            class_names=self.has_classes,
+        )
+
+
+_OPTIONS = tuple(option.name for option in fields(Columns))
+_CHOICES: Mapping[str, Sequence[str]] = {"metric": METRICS, "truncate": TRUNCATIONS, "missing": MISSING}
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> Columns:
-    for key in options:
+    for key, value in options.items():
         if key not in _OPTIONS:
             raise unknown_name("task option", key, _OPTIONS)
+        if value not in _CHOICES.get(key, (value,)):
+            raise unknown_name(key, value, _CHOICES[key])
     if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    if options.get("metric", "accuracy") not in METRICS:
-        raise unknown_name("metric", options["metric"], METRICS)
-    return Columns(**options)
+    columns = Columns(**options)
+    if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
+        known = ", ".join(SEPARATORS)
+        raise ConfigError(
+            f"sep={columns.sep} of task {name!r} is no separator; give one character, or a word of {known}"
+        )
+    if not re.fullmatch(r"[1-9]\d{0,11}", columns.rows or "1"):
+        raise ConfigError(f"rows={short_repr(columns.rows)} of task {name!r} is no number of rows from 1 on")
+    try:
+        "a".encode(columns.encoding or "utf-8")
+    except (LookupError, UnicodeError, ValueError):
+        known = "utf-8, utf-16, cp1252, latin-1, cp1251 or shift_jis"
+        raise ConfigError(f"unknown encoding {columns.encoding!r} of task {name!r}; give one such as {known}") from None
+    return columns
 
 
 def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
     """The splits of a file or folder, by the readers of this process, and the names of the classes."""
     del readers
-    has_classes = columns.target is None and columns.metric != "pearson"
-    unread: tuple[str, ...] = ()
     if path.is_dir():
-        tables = read_folder(path, class_names=has_classes)
-        unread = files_of_no_split(path)
-        if "train" not in tables:
+        tables, notes = read_folder(path, columns.reading)
+        if not {"train", "all"} & tables.keys():
             raise DataError(
                 f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
                 " images give a folder of them for each class, or such folders in train and test"
             )
     else:
-        tables = {"all": read_table(path, class_names=has_classes)}
-    origins = {split: str(path) if split == "all" else f"{split} of {path}" for split in tables}
+        table, notes = read_rows([path], columns.reading)
+        tables = {"all": table}
     names: tuple[str, ...] = ()
     if columns.target is not None:
-        rows = {split: _prompted_rows(tables[split], columns, origin=origins[split]) for split in tables}
+        rows = {split: _prompted_rows(table, columns, target=columns.target) for split, table in tables.items()}
     else:
-        rows, names = _labelled_rows(tables, columns, origins=origins, path=path)
+        rows, names = _labelled_rows(tables, columns, path=path)
     data = arrange(rows, name=name, labelled=columns.target is None, label_names=names)
-    return replace(data, unread=unread), names
+    return replace(data, notes=notes), names
 
 
 def _labelled_rows(
-    tables: Mapping[str, Table], columns: Columns, *, origins: Mapping[str, str], path: Path
+    tables: Mapping[str, Table], columns: Columns, *, path: Path
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """The rows by split, and the names of the classes; none of a regression."""
-    rows, words = {}, {}
-    for split, table in tables.items():
-        origin = origins[split]
-        text = texts(table, columns.text, origin=origin)
-        pair = None if columns.pair is None else texts(table, columns.pair, origin=origin)
-        label = np.zeros(len(text), dtype=np.int64)
-        if columns.metric == "pearson":
-            label = _numbers(column(table, columns.label, origin=origin), origin=origin)
-        else:
-            words[split] = [_word(value) for value in column(table, columns.label, origin=origin, of_classes=True)]
-        rows[split] = Rows(text=text, pair=pair, label=label)
-    if not words:
-        return rows, ()
-    names = _class_names([word for split in words.values() for word in split], columns.label, origin=path)
+    names: tuple[str, ...] = ()
+    if columns.has_classes:
+        words = [_word(value) for table in tables.values() for value in table[columns.label]]
+        names = _class_names(words, columns.label, origin=path)
     numbers = {name: number for number, name in enumerate(names)}
-    for split, of_split in words.items():
-        rows[split] = replace(rows[split], label=np.asarray([numbers[word] for word in of_split], dtype=np.int64))
+    rows = {}
+    for split, table in tables.items():
+        label = np.asarray(
+            [numbers[_word(value)] if names else float(value) for value in table[columns.label]],
+            dtype=np.int64 if names else np.float32,
+        )
+        pair = None if columns.pair is None else _texts(table, columns.pair)
+        rows[split] = Rows(text=_texts(table, columns.text), pair=pair, label=label)
     return rows, names
 
 
-def _prompted_rows(table: Table, columns: Columns, *, origin: str) -> Rows:
+def _prompted_rows(table: Table, columns: Columns, *, target: str) -> Rows:
     """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
-    assert columns.target is not None, "asked for tasks that write"
-    written = texts(table, columns.target, origin=origin)
-    if columns.target == columns.text:
-        return rows_to_write(written)
-    if columns.text not in table:
-        raise DataError(
-            f"{origin} has no column {columns.text!r} to write {columns.target!r} after; it has"
-            f" {', '.join(map(repr, table))}; name one with text=, or say text={columns.target} for no prompt"
-        )
-    return rows_to_write(written, prompts=texts(table, columns.text, origin=origin))
+    prompts = None if columns.text == target else _texts(table, columns.text)
+    return rows_to_write(_texts(table, target), prompts=prompts)
+
+
+def _texts(table: Table, name: str) -> tuple[str, ...]:
+    return tuple(map(str, table[name]))
 
 
 def _class_names(labels: Sequence[str], column: str, *, origin: Path) -> tuple[str, ...]:
@@ -195,22 +219,6 @@ def _word(value: Any) -> str:
     """Name of a label's class: 1, 1.0 and, as csv files have it, `1.0` are one class in every kind of file."""
     word = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
     return re.sub(rf"^({_WHOLE_NUMBER})\.0*$", r"\1", word)
-
-
-def _numbers(values: Sequence[Any], *, origin: object) -> Labels:
-    numbers = []
-    for row, value in enumerate(values, start=1):
-        try:
-            number = float(value)
-        except (OverflowError, TypeError, ValueError):
-            number = math.nan
-        if not abs(number) <= LARGEST_LABEL:
-            raise DataError(
-                f"label {short_repr(value)} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
-                " needs"
-            )
-        numbers.append(number)
-    return np.asarray(numbers, dtype=np.float32)
 
 
 def _read_images(
@@ -273,12 +281,12 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         raise DataError(
             f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
         )
-    left_out = () if "all" in splits else tuple(str(one) for one in _folders(path) if one not in splits.values())
+    left_out = [] if "all" in splits else [str(one) for one in _folders(path) if one not in splits.values()]
     pixels = None if size is None else int(size)
 
     def load(source: Source) -> TaskData:
         args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
-        return replace(read_once(_read_images, *args, files=(path,)), unread=left_out)
+        return replace(read_once(_read_images, *args, files=(path,)), notes=left_out_note(left_out))
 
     return Task(
         name=name,

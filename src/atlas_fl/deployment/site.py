@@ -15,7 +15,7 @@ from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
-from atlas_fl.data.clients import BY_CLASSES, ClientData, label_statistics, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, label_statistics, left_out_notes, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import load_task
 from atlas_fl.deployment.consent import SiteChoices, check_consent
@@ -328,7 +328,7 @@ def _work(
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
     sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
-    for line in (*sent, *truncation_notes({name: home.tokens}, home.known)):
+    for line in (*sent, *left_out_notes((client,)), *truncation_notes({name: home.tokens}, home.known)):
         on_event(Note(line))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said

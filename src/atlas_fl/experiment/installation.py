@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from atlas_fl.storage.assets import Asset, assets, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
 from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
+from atlas_fl.storage.folder_access import free_bytes
 
 RUN_MEMORY_BYTES = 2_500_000_000
 """Most memory of a run of the quick preset, as README says."""
@@ -104,20 +105,6 @@ def inspect_installation(*, runs_dir: Path) -> Installation:
         folders=(_folder("runs", runs_dir), _folder("cache", embedded_dir())),
         assets=tuple(check_asset(asset, embedded_dir()) for asset in assets().values()),
     )
-
-
-def free_bytes(*, root: Path = Path("/")) -> int | None:
-    """Memory that a new process may take: of the machine, or less where a control group (a container) allows less.
-
-    None where the system does not say, as on macOS.
-    """
-    memory, group = root / "proc/meminfo", root / "sys/fs/cgroup"
-    lines = memory.read_text().splitlines() if memory.is_file() else []
-    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    most, used = group / "memory.max", group / "memory.current"
-    if most.is_file() and used.is_file() and most.read_text().strip() != "max":
-        limits.append(max(0, int(most.read_text()) - int(used.read_text())))
-    return min(limits, default=None)
 
 
 def problems_of(found: Installation) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.errors import ModelError
+from atlas_fl.params import Truncation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,11 +106,13 @@ def encode_examples(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
+    truncate: Truncation | None = None,
 ) -> EncodedExamples:
     """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first).
 
-    Types of tokens are those that the tokenizer gives its stock model; where it gives none, they are zero, as the stock
-    model has them.
+    A longer text loses the part `truncate`, and without one what the tokenizer takes, its tail as a rule. Types of
+    tokens are those that the tokenizer gives its stock model; where it gives none, they are zero, as the stock model
+    has them.
     """
     batch = tokenizer(
         list(text),
@@ -120,36 +123,47 @@ def encode_examples(
     )
     ids = batch["input_ids"]
     types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
+    full_lengths = np.asarray([len(row) for row in ids], dtype=np.int64)
+    longest: list[int] = np.flatnonzero(full_lengths >= max_length).tolist()
+    if longest:  # only these are encoded again, whole
+        whole = tokenizer(
+            [text[index] for index in longest],
+            None if pair is None else [pair[index] for index in longest],
+            return_attention_mask=False,
+            verbose=False,
+        )
+        full_lengths[longest] = [len(row) for row in whole["input_ids"]]
+        if truncate and not tokenizer.is_fast:
+            raise ModelError(
+                f"truncate={truncate} needs a fast tokenizer, and {tokenizer.name_or_path!r} has a slow one; leave it"
+                " away, or give the model a tokenizer.json"
+            )
+        for place, index in enumerate(longest if truncate else ()):
+            kept = _kept_places(whole.sequence_ids(place), batch.sequence_ids(index), truncate)
+            ids[index] = [whole["input_ids"][place][token] for token in kept]
+            types[index] = [whole["token_type_ids"][place][token] if "token_type_ids" in whole else 0 for token in kept]
+    lengths = [len(row) for row in ids]
     return EncodedExamples(
         ids=np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
         types=np.concatenate([np.asarray(row, dtype=np.int64) for row in types]),
-        offsets=np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         labels=labels,
-        full_lengths=_full_lengths(text, pair, [len(row) for row in ids], tokenizer=tokenizer, max_length=max_length),
+        full_lengths=None if full_lengths.tolist() == lengths else full_lengths,
     )
 
 
-def _full_lengths(
-    text: Sequence[str],
-    pair: Sequence[str] | None,
-    lengths: Sequence[int],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-) -> np.ndarray | None:
-    """Tokens of every example, (n,), where it is not cut; None where none is. Only the longest are encoded again."""
-    longest = [index for index, length in enumerate(lengths) if length >= max_length]
-    if not longest:
-        return None
-    whole = tokenizer(
-        [text[index] for index in longest],
-        None if pair is None else [pair[index] for index in longest],
-        return_attention_mask=False,
-        verbose=False,
-    )
-    full = np.asarray(lengths, dtype=np.int64)
-    full[longest] = [len(row) for row in whole["input_ids"]]
-    return None if np.array_equal(full, lengths) else full
+def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncate: Truncation | None) -> list[int]:
+    """Places of the tokens that stay: the marks, and of each text so many as are left of it in `cut`."""
+    kept = [place for place, text in enumerate(whole) if text is None]
+    for text in (0, 1):
+        kept += _cut([place for place, own in enumerate(whole) if own == text], cut.count(text), truncate)
+    return sorted(kept)
+
+
+def _cut(items: list[int], most: int, truncate: Truncation | None) -> list[int]:
+    """At most so many items, without their tail, their head or their middle; without one of these it is the tail."""
+    head = {"tail": most, "head": 0, "middle": (most + 1) // 2}[truncate or "tail"]
+    return items[:head] + items[len(items) - most + head :] if most < len(items) else items
 
 
 def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> EncodedExamples:
@@ -161,32 +175,43 @@ def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> Enc
 
 
 def encode_targets(
-    text: Sequence[str], target: Sequence[str] | None, *, tokenizer: PreTrainedTokenizerBase, max_length: int
+    text: Sequence[str],
+    target: Sequence[str] | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    truncate: Truncation | None = None,
 ) -> EncodedExamples:
     """Texts that a model is to write, up to an end-of-text token: all tokens but the first, or `target` after `text`.
 
-    A prompt ends with a line break. Where both are longer than `max_length` together, the prompt loses its beginning
-    and then the target its end.
+    A prompt ends with a line break. Where both are longer than `max_length` together, the prompt loses its beginning,
+    or the part `truncate`, and then the target its end; a text without a prompt loses its end, or that part.
     """
     end = _end_of_text(tokenizer)
     if target is None:
         texts = [[*ids, end] for ids in _token_ids(text, tokenizer)]
-        rows = [(ids[:1], ids[1:max_length]) for ids in texts]
+        rows = [(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate) for whole in texts)]
         return _concatenate(rows, full_lengths=[len(ids) for ids in texts])
     targets = [[*ids, end] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
     rows = []
     for prompt_ids, target_ids in zip(prompts, targets):
         kept = target_ids[: max_length - 1]
-        rows.append((_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer), kept))
+        rows.append((_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer, truncate), kept))
     return _concatenate(rows, full_lengths=[len(ids) + len(answer) for ids, answer in zip(prompts, targets)])
 
 
-def encode_prompts(text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedExamples:
+def encode_prompts(
+    text: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    truncate: Truncation | None = None,
+) -> EncodedExamples:
     """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
     rows = _concatenate(
-        [(_truncate_prompt(ids, max_length, tokenizer), []) for ids in prompts],
+        [(_truncate_prompt(ids, max_length, tokenizer, truncate), []) for ids in prompts],
         full_lengths=[len(ids) for ids in prompts],
     )
     return replace(rows, target_mask=None)
@@ -207,12 +232,16 @@ def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **how: 
     return [list(row) or [_end_of_text(tokenizer)] for row in rows]
 
 
-def _truncate_prompt(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The last tokens of a prompt, behind the one that begins every text where the tokenizer sets such."""
+def _truncate_prompt(
+    ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase, truncate: Truncation | None
+) -> list[int]:
+    """A prompt without its head, or the part `truncate`, but with the token that begins every text where the tokenizer
+    sets such, and with its last, the line break.
+    """
     if len(ids) <= room:
         return ids
     begin = [ids[0]] if ids[0] == tokenizer.bos_token_id and room > 1 else []
-    return begin + ids[len(ids) - room + len(begin) :]
+    return begin + _cut(ids[len(begin) : -1], room - len(begin) - 1, truncate or "head") + ids[-1:]
 
 
 def _concatenate(rows: Sequence[tuple[list[int], list[int]]], *, full_lengths: Sequence[int]) -> EncodedExamples:

@@ -16,7 +16,7 @@ from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_to
 from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, group_by, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
@@ -28,7 +28,7 @@ from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, Pr
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
-from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
+from atlas_fl.params import HEAD, LORA_A, Params, Split, Truncation, digest
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -391,11 +391,11 @@ def tokenise(
     splits = {name: as_texts(rows, task=task.name) for name, rows in examples.items()}
     if not task.writes:
         return ClientTokens(
-            task=task, splits={name: _encode_rows(rows, backbone, limit) for name, rows in splits.items()}
+            task=task, splits={name: _encode_rows(rows, backbone, limit, task) for name, rows in splits.items()}
         )
     tokenizer = backbone.tokenizer
     encoded = {
-        name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
+        name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit, truncate=task.truncate)
         for name, rows in splits.items()
     }
     prompts: dict[Split, Prompts] = {}
@@ -403,11 +403,14 @@ def tokenise(
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
         if rows.pair:
-            prompts[name] = Prompts(encoded=_encode_row_prompts(rows, backbone, limit, config), references=rows.pair)
+            encoded_prompts = _encode_row_prompts(rows, backbone, limit, config, truncate=task.truncate)
+            prompts[name] = Prompts(encoded=encoded_prompts, references=rows.pair)
     return ClientTokens(task=task, splits=encoded, prompts=prompts)
 
 
-def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> EncodedExamples:
+def _encode_row_prompts(
+    rows: Rows, backbone: Backbone, limit: int, config: DataConfig, *, truncate: Truncation | None
+) -> EncodedExamples:
     """The rows' prompts, cut to the task's limit and so that the longest answer still has positions."""
     room = max_sequence_length(backbone) - config.new_tokens
     if room < 1:
@@ -415,7 +418,7 @@ def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: Data
             f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for"
             f" {max_sequence_length(backbone)} tokens with the prompt; lower it"
         )
-    return encode_prompts(rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room))
+    return encode_prompts(rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room), truncate=truncate)
 
 
 def max_sequence_length(backbone: Backbone) -> int:
@@ -436,8 +439,10 @@ def max_sequence_length(backbone: Backbone) -> int:
     return length
 
 
-def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
-    examples = encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> EncodedExamples:
+    examples = encode_examples(
+        rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit, truncate=task.truncate
+    )
     if backbone.family.token_types and len(examples.types):
         most, known = int(examples.types.max()), int(backbone.model.config.type_vocab_size)
         if most >= known:
@@ -450,18 +455,19 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
     """A line for each task with texts or prompts longer than what is read of them: how many, and how long they are."""
-    by_task: dict[str, list[EncodedExamples]] = {}
-    for tokens in data.values():
-        prompts = [prompts.encoded for prompts in tokens.prompts.values()]
-        by_task.setdefault(tokens.task.name, []).extend([*tokens.splits.values(), *prompts])
     lines = []
-    for task, parts in by_task.items():
-        full = np.concatenate([part.full_lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
-        kept = np.concatenate([part.lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
+    for name, clients in group_by(data.values(), lambda tokens: tokens.task.name).items():
+        prompts = [prompts.encoded for tokens in clients for prompts in tokens.prompts.values()]
+        parts = [*(examples for tokens in clients for examples in tokens.splits.values()), *prompts]
+        kept = np.concatenate([part.lengths for part in parts])
+        full = np.concatenate([part.lengths if part.full_lengths is None else part.full_lengths for part in parts])
         if num_cut := (full > kept).sum():
+            lost = clients[0].task.truncate
             lines.append(
-                f"{task}: {num_cut:,} of {sum(map(len, parts)):,} texts and prompts are cut; the longest has"
-                f" {full.max():,} tokens, and the model reads up to {max_sequence_length(backbone):,} (--max-length)"
+                f"{name}: {num_cut:,} of {len(full):,} texts{' and prompts' * bool(prompts)} are longer than"
+                f" {kept[full > kept].max():,} tokens and {f'lose their {lost}' if lost else 'are cut'}; p95 is"
+                f" {np.quantile(full, 0.95, method='higher'):,}, the longest has {full.max():,}, and the model reads up"
+                f" to {max_sequence_length(backbone):,} (--max-length)"
             )
     return tuple(lines)
 

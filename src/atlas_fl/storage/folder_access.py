@@ -42,6 +42,20 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def free_bytes(*, root: Path = Path("/")) -> int | None:
+    """Memory that a new process may take: of the machine, or less where a control group (a container) allows less.
+
+    None where the system does not say, as on macOS.
+    """
+    memory, group = root / "proc/meminfo", root / "sys/fs/cgroup"
+    lines = memory.read_text().splitlines() if memory.is_file() else []
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    most, used = group / "memory.max", group / "memory.current"
+    if most.is_file() and used.is_file() and most.read_text().strip() != "max":
+        limits.append(max(0, int(most.read_text()) - int(used.read_text())))
+    return min(limits, default=None)
+
+
 def check_regular(path: Path) -> None:
     """Raise OSError where the path is of a device, a pipe or a socket; its reader says that nothing is there.
 
