@@ -46,7 +46,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, strategy_of
+from atlas_fl.setup.options import cut_of, paper_notes, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.ledger import LedgerRow
@@ -128,6 +128,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         sparse=sparse_report(mask, config.sparse),
         notes=(
             *dial_note(config),
+            *paper_notes(config, [client.task for client in assembly.clients], is_full=assembly.is_full),
             *left_out_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),
