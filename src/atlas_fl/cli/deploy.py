@@ -1,7 +1,9 @@
 """`atlas serve`, `join` and `certs`: a federation across machines."""
 
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def serve(options: cli.ServeOptions) -> int:
         late=options.late,
         without=options.without,
     )
-    with show_progress() as on_event, going_on("the same command"):
+    with show_progress() as on_event, going_on("the same command"), _sigterm_as_ctrl_c():
         if config.robust.max_share < 1:
             bound = f"--max-share {config.robust.max_share:g} bounds what a claim of examples weighs in an average"
             on_event(Note(f"{bound}; --max-share 1 gives the weights of FedAvg"))
@@ -44,6 +46,16 @@ def serve(options: cli.ServeOptions) -> int:
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, so that sites are told."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _server_hash(file: str) -> str:
