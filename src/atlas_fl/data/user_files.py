@@ -39,6 +39,7 @@ from atlas_fl.storage.folder_access import check_regular
 
 FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
 IMAGE_FORM = "name=path[,size=PIXELS]"
+SHOWN_CLASSES = 10
 LARGEST_LABEL = float(np.finfo(np.float32).max)
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
@@ -68,6 +69,7 @@ def parse_task(description: str) -> Task:
         num_labels=(len(names) or 1) if columns.target is None else 0,
         metric=columns.metric,
         label_names=names,
+        positive=_positive(names, columns, path),
         note=f"your own: {path}",
         load=lambda _: data,
     )
@@ -96,6 +98,8 @@ class Columns:
     pair: str | None = None
     label: str = "label"
     metric: Metric = "accuracy"
+    positive: str | None = None
+    """The class behind `f1:`."""
     target: str | None = None
     """Column that the model is to write: after the text, or the text itself where both are one column."""
 
@@ -109,9 +113,25 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    if options.get("metric", "accuracy") not in METRICS:
-        raise unknown_name("metric", options["metric"], METRICS)
-    return Columns(**options)
+    metric, colon, positive = options.get("metric", "accuracy").partition(":")
+    if metric not in METRICS:
+        raise unknown_name("metric", metric, METRICS)
+    if colon and (metric != "f1" or not positive):
+        raise ConfigError(
+            f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"
+        )
+    return Columns(**{**options, "metric": metric}, positive=positive or None)
+
+
+def _positive(names: Sequence[str], columns: Columns, path: Path) -> int | None:
+    if columns.positive is None:
+        return None
+    if columns.positive not in names:
+        raise DataError(
+            f"metric=f1:{short_repr(columns.positive)[1:-1]} names no class of {path}; it has"
+            f" {', '.join(map(repr, names[:SHOWN_CLASSES]))}{', ...' * (len(names) > SHOWN_CLASSES)}"
+        )
+    return names.index(columns.positive)
 
 
 def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:

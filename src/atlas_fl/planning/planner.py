@@ -13,7 +13,7 @@ import numpy as np
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import label_statistics, left_out_notes, one_class_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -132,6 +132,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
             *left_out_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),
+            *one_class_notes(assembly.clients),
             *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *notes,
