@@ -254,8 +254,8 @@ def _closing_note(summary: Entry) -> str:
             f"stopped early after round {after}; best in round {best['round']}: validation {best['validation']:.3f}"
         )
     named = {task: group.get("metric", "accuracy") for task, group in summary["tasks"].items()}
-    judged = [f"{task} by {metric}" for task, metric in named.items() if metric != "accuracy"]
-    lines += [f"scored by accuracy, but {', '.join(judged)}"] if judged else []
+    judged = [f"{isolate(task)} by {isolate(metric)}" for task, metric in named.items() if metric != "accuracy"]
+    lines += [f"scored: {', '.join(judged)}{', others by accuracy' * (len(judged) < len(named))}"] if judged else []
     lines += _writing_notes(summary["tasks"])
     if "bytes" in summary:
         sent = summary["bytes"]
