@@ -72,13 +72,13 @@ RUNS: Mapping[str, str] = {
     "atlas run --preset {} --strategy local": f"atlas run {TINY} --strategy local",
     "atlas report {}": "atlas report runs/stopped --page-only",
     "atlas export": "atlas export runs/stopped --client movie-0 --to exported",
-    "atlas results": "atlas results runs --to page.md",
 }
 """By command, the words with which it must succeed in a folder with a run that was stopped, and certificates."""
 EXPLAINED = {
     *("atlas certs make", "atlas certs request", "atlas certs sign", "atlas certs {}", "atlas certs --help"),
     *(
         "atlas compare",
+        "atlas results",
         "atlas join",
         "atlas serve",
         "atlas watch",
@@ -96,6 +96,7 @@ ELSEWHERE = {
 """Commands of other programs."""
 
 
+@pytest.mark.core
 def test_every_command_that_a_message_offers_is_in_a_table() -> None:
     known = {*RUNS, *EXPLAINED, *ELSEWHERE}
     assert offered() - known == set(), "give it a scene in this file"
