@@ -199,7 +199,7 @@ def begun(names: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_averaged() -> None:
-    strategy = Kriging(StrategyOptions(max_share=1.0))
+    strategy = Kriging(max_other_share=1.0)
     start = begun("abc")
     state = strategy.record_reports(
         strategy.init(start), {"a": reported((1, 1), (1, 1)), "b": reported((1, 1), (-1, -1))}
@@ -218,7 +218,7 @@ def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_
 def test_what_is_told_of_sharing_by_hand() -> None:
     """Heads 3 and 1 of a, 1 and 3 of b: each K_kk is 3 and N 1, and K_ab = (3 * 3 + 1 * 1) / 2 = 5, so tau^2 = 0."""
     start = begun("ab")
-    strategy = Kriging(StrategyOptions(max_share=1.0))
+    strategy = Kriging(max_other_share=1.0)
     state = strategy.record_reports(
         strategy.init(start), {"a": reported((1, 1), (3, 1)), "b": reported((-1, -1), (1, 3))}
     )
@@ -252,7 +252,7 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     halves: tuple[tuple[float, float], ...], row: tuple[float, float]
 ) -> None:
     start = {name: {"head.w": torch.zeros(1)} for name in "abc"}
-    strategy = Atlas(StrategyOptions(max_share=1.0))
+    strategy = Atlas(max_other_share=1.0)
     reports = {
         name: {f"{half}/head.w": torch.tensor([value]) for half, value in zip(("first", "second"), own, strict=True)}
         for name, own in zip("ab", halves, strict=True)
@@ -268,7 +268,7 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     matrix = strategy.matrices(few, [True] * 5, round=1, models=replace(models, before=more, after=more))("head.w")
     np.testing.assert_allclose(matrix[0], [*row, 0.0, 0.0, 0.0], atol=1e-6, err_msg="where few share a cluster, too")
     undecided = strategy.matrices(federation("abc", "xxx"), [True] * 3, round=1, models=models)("head.w")
-    over_all = Kriging(StrategyOptions(max_share=1.0)).matrices(inside, [True] * 3, round=1, models=models)("head.w")
+    over_all = Kriging(max_other_share=1.0).matrices(inside, [True] * 3, round=1, models=models)("head.w")
     np.testing.assert_array_equal(undecided[:2], over_all[:2])
 
 
@@ -278,7 +278,7 @@ def test_adapters_of_all_are_averaged_where_they_differ_by_less_than_their_noise
     clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
 
     def matrix(key: str, *, b: tuple[float, float], within: str, present: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
-        strategy = Kriging(StrategyOptions(max_share=1.0, within=within))
+        strategy = Kriging(StrategyOptions(within=within), max_other_share=1.0)
         state = strategy.record_reports(strategy.init(start), {"a": reported((3, 1), (3, 1)), "b": reported(b, b)})
         models = RoundModels(before=start, after=start, server_state=state)
         matrices = strategy.matrices(clients, list(present), round=1, models=models)
@@ -322,7 +322,7 @@ def test_clusters_that_explain_less_than_they_leave_are_none_by_hand(offset: flo
 @pytest.mark.parametrize("clusters", [[0, 0, 0, 1, -1], [0, 0, 1, 2, -1]])
 def test_before_it_is_measured_averages_are_of_clusters_if_most_clients_share_one(clusters: list[int]) -> None:
     start = {name: {"head.w": torch.zeros(1)} for name in "abcde"}
-    strategy = Atlas(StrategyOptions(max_share=1.0))
+    strategy = Atlas(max_other_share=1.0)
     models = RoundModels(before=start, after=start, server_state=strategy.init(start))
     clients = replace(federation("abcde", "xxxxx"), clusters=np.array(clusters))
     matrix = strategy.matrices(clients, [True] * 5, round=1, models=models)("head.w")
@@ -378,13 +378,13 @@ def test_before_it_is_measured_a_cluster_takes_from_others_what_they_have_in_com
 ) -> None:
     start = {name: {"head.w": torch.zeros(1)} for name in "abcd"}
     after = {name: {"head.w": torch.tensor([value])} for name, value in zip("abcd", values, strict=True)}
-    strategy = Atlas(StrategyOptions(max_share=1.0))
+    strategy = Atlas(max_other_share=1.0)
     models = RoundModels(before=start, after=after, server_state=strategy.init(start))
     clients = replace(federation("abcd", "xxxx"), clusters=np.array([0, 0, 1, 1]))
     matrix = strategy.matrices(clients, [True] * 4, round=1, models=models)("head.w")
     np.testing.assert_allclose(matrix[0], first, atol=1e-6)
     np.testing.assert_array_equal(matrix[0], matrix[1])
-    bounded = Atlas(StrategyOptions(max_share=0.5)).matrices(clients, [True] * 4, round=1, models=models)("head.w")
+    bounded = Atlas(max_other_share=0.5).matrices(clients, [True] * 4, round=1, models=models)("head.w")
     assert bounded[0, 2:].sum() <= 0.5 + 1e-12
     without = strategy.matrices(clients, [True, True, False, False], round=1, models=models)("head.w")
     np.testing.assert_allclose(without[0], [1 / 3, 2 / 3, 0, 0])
@@ -419,7 +419,7 @@ def test_where_nothing_differs_the_risk_is_within_2_n_over_p_of_the_average() ->
         }
         models = halves.mean(axis=0)
         for within, losses in excess.items():
-            strategy = Kriging(StrategyOptions(max_share=1.0, within=within))
+            strategy = Kriging(StrategyOptions(within=within), max_other_share=1.0)
             state = strategy.record_reports(strategy.init(start), reports)
             after = RoundModels(before=start, after=start, server_state=state)
             matrix = np.asarray(strategy.matrices(clients, [True] * 9, round=1, models=after)("q.lora_B"))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.cli.arguments import base_config, split
+from atlas_fl.cli.options import ServeOptions
 from atlas_fl.config import config_hash, pin_mask_file
 from atlas_fl.deployment.site import SiteOptions, SiteResult
 
@@ -38,7 +39,7 @@ def words(file: Path) -> list[str]:
 
 def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas, file, joined) -> None:
     assert atlas(*words(file)).code == 0
-    config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
+    config = base_config(split(["--config", str(file)]), implied=ServeOptions.implied)  # as `atlas serve` reads it
     assert [joining.config for joining in joined] == [config_hash(pin_mask_file(config))] != [config_hash(config)]
 
 

@@ -37,7 +37,20 @@ def told(events: Sequence[Event], capsys, *, notes: bool = True) -> str:
 
 def test_a_file_gets_plain_lines(capsys) -> None:
     events = (PhaseStarted("loading"), Progress("train", 1, 2), Progress("train", 2, 2), Note("x" * 200), ROUND)
-    assert told(events, capsys).splitlines() == ["loading ...", f"note: {'x' * 200}", event_line(ROUND)]
+    assert told(events, capsys).splitlines() == [
+        "loading ...",
+        f"note: {'x' * 200}",
+        f"{event_line(ROUND)}, about 9.2 min left",
+    ]
+
+
+def test_the_time_left_follows_what_rounds_took(capsys) -> None:
+    events = [replace(ROUND, round=at, rounds=4, seconds=10.0 * at) for at in (2, 3, 4)]
+    assert [line.partition(", about ")[2] for line in told(events, capsys).splitlines()] == [
+        "40.0 s left",
+        "25.0 s left",
+        "",
+    ]
 
 
 def test_notes_can_be_left_to_the_end(capsys) -> None:

@@ -289,7 +289,7 @@ COMMANDS_WITH_MISTAKES = {
     "list tasks movie trec": "unexpected words: trec; see `atlas list --help`",
     "list strategies fedproxx": "unknown strategy 'fedproxx'; did you mean 'fedprox'?",
     "demo --preset publication": "--preset: 'publication' is not one of quick, smoke;",
-    "export run": "missing: --client TEXT, --to TEXT; see `atlas export --help`",
+    "export run": "missing: --to TEXT; see `atlas export --help`",
     "resume": "missing: RUN; see `atlas resume --help`",
     "watch nowhere": "not a run folder: nowhere;",
     "watch --runs-dir nowhere": "--runs-dir is nowhere, which is no folder;",

@@ -134,6 +134,23 @@ def test_columns_pair_and_metric_are_options(tmp_path: Path) -> None:
         assert text.split()[1] == pair.split()[1]
 
 
+@pytest.mark.parametrize(
+    ("metric", "name", "positive"),
+    [
+        ("f1", "f1 of b", None),
+        ("f1:a", "f1 of a", 0),
+        ("auroc", "AUROC", None),
+        ("balanced_accuracy", "balanced accuracy", None),
+    ],
+)
+def test_a_metric_is_named_with_its_class(tmp_path: Path, metric: str, name: str, positive: int | None) -> None:
+    path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": "ab"[i % 2]} for i in range(20)])
+    task = parse_task(f"mine={path},metric={metric}")
+    assert (task.metric_name, task.positive) == (name, positive)
+    with pytest.raises(DataError, match=r"metric=f1:c names no class of .*; it has 'a', 'b'"):
+        parse_task(f"mine={path},metric=f1:c")
+
+
 def test_pearson_makes_a_regression(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": i / 8} for i in range(20)]
     task = parse_task(f"mine={write(tmp_path / 't.jsonl', rows)},metric=pearson")
@@ -156,7 +173,12 @@ def test_a_comma_in_the_path_is_part_of_the_path(tmp_path: Path) -> None:
         ("mine=", "is not of the form"),
         ("a/b=t.csv", "a name is letters, digits"),
         ("mine=t.csv,lable=x", "unknown task option 'lable'; did you mean 'label'"),
-        ("mine=t.csv,metric=auc", "unknown metric 'auc'; .*known: accuracy, f1, mcc, pearson"),
+        (
+            "mine=t.csv,metric=auc",
+            "unknown metric 'auc'; .*known: accuracy, auroc, balanced_accuracy, f1, macro_f1, mcc",
+        ),
+        ("mine=t.csv,metric=f1:", "has metric=f1:; a class stands behind f1 alone, as in metric=f1:yes"),
+        ("mine=t.csv,metric=mcc:yes", "has metric=mcc:yes; a class stands behind f1 alone, as in metric=f1:yes"),
         ("mine=t.csv,text=", "gives an option twice or without a value"),
     ],
 )

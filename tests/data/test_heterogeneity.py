@@ -26,6 +26,7 @@ def test_statistics_by_hand() -> None:
     assert rows[0] == {
         "client": "a-0",
         "task": "a",
+        "metric": "accuracy",
         "examples": {"train": 4, "validation": 1, "test": 2},
         "majority": {"train": 0.75, "validation": 1.0, "test": 1.0},
         "labels": {"no": 3, "yes": 1},

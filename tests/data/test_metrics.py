@@ -1,13 +1,15 @@
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 import sklearn.metrics
 
-from atlas_fl.data.metrics import by_class, calibration_error, scores
+from atlas_fl.data.metrics import auroc, by_class, calibration_error, class_table, scores
 from atlas_fl.data.task import Source, Task, TaskData
 from atlas_fl.rng import generator
 
@@ -28,6 +30,7 @@ def test_classification_agrees_with_scikit_learn(num_labels: int) -> None:
     found = scores(task(num_labels), labels, logits.astype(np.float32))
     predicted = logits.argmax(axis=1)
     average: Any = "binary" if num_labels == 2 else "macro"
+    ranked: Any = logits[:, 1] if num_labels == 2 else scipy.special.softmax(logits, axis=1)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert found == pytest.approx(
         {
@@ -37,6 +40,11 @@ def test_classification_agrees_with_scikit_learn(num_labels: int) -> None:
             "f1": sklearn.metrics.f1_score(labels, predicted, average=average),
             "precision": sklearn.metrics.precision_score(labels, predicted, average=average),
             "recall": sklearn.metrics.recall_score(labels, predicted, average=average),
+            "macro_f1": sklearn.metrics.f1_score(labels, predicted, average="macro"),
+            "balanced_accuracy": sklearn.metrics.balanced_accuracy_score(labels, predicted),
+            "auroc": sklearn.metrics.roc_auc_score(
+                labels, ranked - logits[:, 0] if num_labels == 2 else ranked, multi_class="ovr"
+            ),
             "mcc": sklearn.metrics.matthews_corrcoef(labels, predicted),
             "primary": sklearn.metrics.accuracy_score(labels, predicted),
         },
@@ -156,4 +164,47 @@ def test_a_prediction_that_is_no_number_has_the_worst_correlation() -> None:
 
 def test_images_that_give_no_numbers_are_hits_of_no_class() -> None:
     logits = np.array([[NAN, NAN], [2.0, 0.0]], dtype=np.float32)
-    assert by_class(np.array([0, 0]), logits) == {"hits": [1, 0], "examples": [2, 0]}
+    assert by_class(np.array([0, 0]), logits) == {
+        "hits": [1, 0],
+        "examples": [2, 0],
+        "predicted": [1, 0],
+    }
+
+
+def test_tables_by_class_agree_with_scikit_learn() -> None:
+    rng = generator(9)
+    labels, logits = rng.integers(3, size=60), rng.normal(size=(60, 4))
+    counts = by_class(labels, logits)
+    expected = sklearn.metrics.precision_recall_fscore_support(
+        labels, logits.argmax(axis=1), labels=range(4), zero_division=0
+    )
+    table = class_table(**{name: np.asarray(values) for name, values in counts.items()})
+    found = [table["precision"], table["recall"], table["f1"], counts["examples"]]
+    assert np.asarray(found) == pytest.approx(np.asarray(expected))
+
+
+def test_scores_of_a_positive_class_are_those_of_scikit_learn() -> None:
+    rng = generator(10)
+    labels, logits = rng.integers(3, size=60), rng.normal(size=(60, 3))
+    for positive, of_class in enumerate(sklearn.metrics.f1_score(labels, logits.argmax(axis=1), average=None)):
+        found = scores(replace(task(3, "f1"), positive=positive), labels, logits)
+        assert found["primary"] == found["f1"] == pytest.approx(of_class)
+        assert found["macro_f1"] == pytest.approx(
+            sklearn.metrics.f1_score(labels, logits.argmax(axis=1), average="macro")
+        )
+
+
+def test_the_area_by_hand() -> None:
+    # of the pairs of a 1 (.4, .8) and a 0 (.1, .4, .9) .4 wins once and ties once, .8 wins twice: 3.5 of 6
+    score = np.asarray([0.1, 0.4, 0.9, 0.4, 0.8])
+    labels = np.asarray([0, 0, 0, 1, 1])
+    assert auroc(labels, np.stack([-score, score], axis=1)) == pytest.approx(3.5 / 6)
+    # of three classes one has no example, and the mean is over the others: both are ordered the wrong way round
+    assert auroc(np.asarray([0, 2]), np.asarray([[0, 0, 1.0], [1, 0, 0.0]])) == 0
+    assert auroc(np.asarray([0, 1]), np.asarray([[0, NAN], [0, 1.0]])) == 0
+
+
+def test_without_examples_of_two_classes_there_is_no_area_and_the_score_is_that_of_chance() -> None:
+    found = scores(task(2, "auroc"), np.asarray([1, 1]), np.asarray([[0, 1], [1, 0]], dtype=np.float32))
+    assert "auroc" not in found
+    assert (found["primary"], found["balanced_accuracy"]) == (0.5, 0.5)

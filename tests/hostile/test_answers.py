@@ -137,7 +137,9 @@ TRAINING: Mapping[str, Kind] = {
     "a private part that is a path": Kind(
         saying(private={"sha256": "../../x", "ranks": []}), REFUSED + "private.sha256 is '../../x'"
     ),
-    "classes that do not add up": Kind(saying(classes={"hits": [9], "examples": [1]}), REFUSED + "the counts by class"),
+    "classes that do not add up": Kind(
+        saying(classes={"hits": [9], "examples": [1], "predicted": [9]}), REFUSED + "the counts by class"
+    ),
     "failed, with terminal codes": Kind(
         lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "\x1b[2J\nx" * 999}, {}), "?[2J?x?[2J"
     ),
@@ -158,7 +160,9 @@ SCORING: Mapping[str, Kind] = {
     "a perplexity": Kind(metric("perplexity", 3.0), "it has a metric 'perplexity'"),
     "examples of another split": Kind(saying(examples=8), "it answers on 8 examples; allowed: the 6"),
     "a model": Kind(lambda h, t: ({**h, "same": False}, {**t, "param/x": torch.ones(1)}), "it brings tensors ('x')"),
-    "counts by class": Kind(saying(classes={"hits": [1, 1], "examples": [3, 3]}), "it has counts by class"),
+    "counts by class": Kind(
+        saying(classes={"hits": [1, 1], "examples": [3, 3], "predicted": [3, 3]}), "it has counts by class"
+    ),
 }
 """Answers without which a round's scores are those of the others."""
 

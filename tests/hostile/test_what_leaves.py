@@ -38,7 +38,7 @@ HEADS: Mapping[str, frozenset[str]] = {
 METRICS = frozenset(
     {
         *("loss", "seconds", "steps", "agreement", "primary"),
-        *("ece", "accuracy", "f1", "macro_f1", "precision", "recall", "mcc", "balanced_accuracy"),
+        *("ece", "accuracy", "f1", "macro_f1", "precision", "recall", "mcc", "balanced_accuracy", "auroc"),
     }
 )
 ADAPTERS = r"param/.*\.lora_[AB]|param/head\..*"

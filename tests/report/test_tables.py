@@ -157,6 +157,17 @@ def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
     assert text.count("writes:") == 1
 
 
+def test_the_closing_table_names_metrics_and_the_class_of_f1(make_run) -> None:
+    summary = summary_of(make_run())
+    assert "scored:" not in printed(closing_table(summary))
+    first, *others = summary["tasks"]
+    summary["tasks"][first]["metric"] = "f1 of yes"
+    assert f"scored: {first} by f1 of yes, others by accuracy" in printed(closing_table(summary))
+    for task in others:
+        summary["tasks"][task]["metric"] = "AUROC"
+    assert "others" not in printed(closing_table(summary))
+
+
 def test_the_closing_table_tells_where_a_run_stopped(make_run) -> None:
     summary = summary_of(make_run())
     assert "stopped" not in printed(closing_table(summary))

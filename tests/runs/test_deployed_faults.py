@@ -125,6 +125,38 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(federat
     assert not fed.served.adapters.exists()
 
 
+ENDED = "atlas: the server was stopped before the run was complete; start this command again once `atlas serve` is"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, None])
+def test_sites_end_with_a_server_that_is_stopped_and_go_on_when_both_are_started_again(
+    federation: Federations, how: signal.Signals | None
+) -> None:
+    """By a signal, or after one round of a session."""
+    fed = federation()
+    server, port = fed.serve(*(() if how else ("--max-rounds", "1")))
+    sites = [fed.join(name, port) for name in fed.sites]
+    server.wait_for("round 1/")
+    if how is not None:
+        os.kill(server.pid, how)
+        assert "stopped; a run goes on where it was with the same command" in server.end(130).splitlines()[-1]
+    else:
+        server.end()
+    for site in sites:
+        assert site.end(2).splitlines()[-1].startswith(ENDED)
+    assert "resumed after round" in fed.complete()[0]
+    fed.is_as_simulated()
+
+
+def test_a_site_whose_server_is_killed_ends_after_its_patience(federation: Federations) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    site = fed.join("movie-0", port, "--patience", "1")
+    server.wait_for(r"movie-0: movie, .*\(1 of 2 here\)")
+    server.kill()
+    assert f"atlas: no answer from localhost:{port} for 1 seconds" in site.end(2).splitlines()[-1]
+
+
 def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Federations) -> None:
     fed = federation()
     server, port = fed.serve()

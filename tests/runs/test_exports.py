@@ -179,6 +179,11 @@ def evaluated_losses(result: RunResult) -> dict[str, float]:
     }
 
 
+def adapter_of(result: RunResult, client: str) -> Path:
+    """The file of the adapter of this client that the run has left."""
+    return result.folder / "adapters" / client / "adapter_model.safetensors"
+
+
 def check(config: Config) -> RunResult:
     """The run of this config; raises AssertionError where an exported folder scores other than the run."""
     result = run_config(config)
@@ -195,6 +200,44 @@ def check(config: Config) -> RunResult:
         if client.task.has_classes:
             assert tuple(model.config.id2label.values()) == client.task.label_names
     return result
+
+
+GLOBAL = ("fedavg", "flora", "fedavgm", "scaffold")
+
+
+@pytest.mark.parametrize("method", with_marks(GLOBAL, ("fedavg", "flora")))
+def test_the_global_model_scores_for_every_client_what_its_own_was_scored(
+    small: Make, tmp_path: Path, method: str
+) -> None:
+    config = small("bert", ("kind",), strategy=method, rounds=2)
+    result, to = run_config(config), tmp_path / "global"
+    assert main(["export", str(result.folder), "--global", "--to", str(to)]) == 0
+    model, added = load_by_card(to)
+    clients = {client.name: client for client in load_clients(validate(config))}
+    for name, loss in evaluated_losses(result).items():
+        assert same_tensors(load_file(to / "adapter_model.safetensors"), load_file(adapter_of(result, name)))
+        assert plain_loss(model, added, clients[name], config.model.model) == pytest.approx(loss, abs=1e-5)
+
+
+NO_GLOBAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "local": ("nothing is sent under its method", {}),
+    "fedavg_prior": ("each client's scores have its own class frequencies (--prior-correction)", {}),
+    "fedavg_ft": ("its 2 clients end with 2 different models", {"personal_rounds": 1, "rounds": 2}),
+}
+
+
+@pytest.mark.parametrize("method", NO_GLOBAL)
+def test_who_has_no_global_model_says_why(
+    small: Make, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason, values = NO_GLOBAL[method]
+    folder = run_config(small("bert", ("kind",), strategy=method, **values)).folder
+    assert main(["export", str(folder), "--global", "--to", str(tmp_path / "to")]) == 2
+    said = capsys.readouterr().err
+    assert f"--strategy {method} has left no global model: {reason}" in said
+    assert said.endswith("export one with --client kind-0\n")
+    assert main(["export", str(folder), "--to", str(tmp_path / "to")]) == 2
+    assert "was given neither of --client NAME and --global" in capsys.readouterr().err
 
 
 def with_best(config: Config) -> Config:

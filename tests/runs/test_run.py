@@ -332,7 +332,7 @@ def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make
 @pytest.mark.parametrize(
     ("values", "is_same"),
     [
-        ({"norm_bound": "refuse", "max_share": 0.5, "within": "all", "attack": "none", "server_tau": 0.001}, True),
+        ({"norm_bound": "refuse", "max_share": 1, "within": "all", "attack": "none", "server_tau": 0.001}, True),
         *((one, False) for one in ({"norm_bound": "off"}, {"server_tau": 0.01}, {"topology": "paired"})),
         ({"arrive": "movie-1=2"}, False),
     ],

@@ -3,7 +3,8 @@
 import pytest
 
 from atlas_fl.config import Config, with_values
-from atlas_fl.setup.options import train_options, warmup_options
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.setup.options import paper_notes, train_options, warmup_options
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,26 @@ def test_all_weights_of_a_text_model_train_at_a_tenth_of_the_rate_of_its_adapter
 
 def test_the_warm_up_of_adapters_keeps_their_rate() -> None:
     assert warmup_options(with_values(Config(), {"trainable": "full"})).lr == 1e-3
+
+
+AS_IN_THE_PAPER = {"strategy": "fedavg", "optimizer": "sgd", "clip": 0, "norm_bound": "off"}
+
+
+@pytest.mark.parametrize(
+    ("values", "tasks", "is_full", "words"),
+    [
+        ({}, ["movie"], True, None),
+        ({}, ["movie"], False, "adapters and heads train, not whole models (--trainable full)"),
+        ({}, ["movie", "trec"], True, "tasks have heads of their own, averaged inside their task"),
+        ({"optimizer": "auto"}, ["movie"], True, "clients train with AdamW (--optimizer sgd)"),
+        ({"clip": 2}, ["movie"], True, "gradients are clipped at 2 (--clip 0)"),
+        ({"norm_bound": "clip"}, ["movie"], True, "an update that is far larger than others is bounded"),
+        ({"max_share": 0.5}, ["movie"], True, "no client weighs more than 0.5 (--max-share 1)"),
+        ({"strategy": "atlas", "clip": 2}, ["movie"], True, None),
+    ],
+)
+def test_the_plan_says_what_differs_between_fedavg_and_its_paper(values, tasks, is_full, words) -> None:
+    config = with_values(Config(), {**AS_IN_THE_PAPER, **values})
+    lines = paper_notes(config, find_tasks(tasks), is_full=is_full)
+    start = "fedavg weighs by examples as in McMahan et al. 2017; other than there "
+    assert [line.removeprefix(start)[: len(words or "")] for line in lines] == ([words] if words else [])

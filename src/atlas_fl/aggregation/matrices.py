@@ -81,9 +81,11 @@ def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
     """Warnings about weights by examples: one client claims more than half of all."""
     total, names = float(np.sum(federation.weights)), federation.clients
     shares = [float(weight) / total for weight in federation.weights]
+    bound = "it weighs as much in an average; --max-share 0.5 bounds that"
+    if max_share < 1:
+        bound = f"an average gives it at most {max_share:g} (--max-share)"
     return tuple(
-        f"{name} says that it has {share:.3g} of all training examples; an average gives it at most {max_share:g}"
-        " (--max-share)"
+        f"{name} says that it has {share:.3g} of all training examples; {bound}"
         for name, share in zip(names, shares)
         if share > 0.5 and len(names) > 2
     )

@@ -202,7 +202,7 @@ def _begins_in_cluster(plan: AuditPlan, k: int) -> bool:
 
 def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
     """The row with no weight of another above the bound; what is left is its own."""
-    most = step.run.settings.robust.max_share
+    most: float = step.run.settings.server.max_other_share
     others = {one: min(float(weight), most) for one, weight in enumerate(row) if one != k}
     return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from atlas_fl.config import Config, settings, value_of
@@ -233,8 +234,8 @@ def choices(kind: Any) -> tuple[str, ...]:
 DEFAULT_PRESET = "quick"
 
 
-def base_config(groups: Sequence[Words]) -> Config:
-    """The config that `--preset` and `--config` give, before any other flag.
+def base_config(groups: Sequence[Words], *, implied: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """The config that `--preset` and `--config` give over what a command implies, before any other flag.
 
     A file may name its preset itself. Another one beside it is refused: the file's settings are of the first.
 
@@ -252,7 +253,7 @@ def base_config(groups: Sequence[Words]) -> Config:
             "or take preset out of the file"
         )
     base = find_preset(named or written or DEFAULT_PRESET, dial=values.get("dial"))
-    config = replace_settings(values, base=base)
+    config = replace_settings({**implied, **values}, base=base)
     dial = parse_integer(last_value(groups, "--dial") or "")
     return config if dial is None else turn_dial(config, dial)
 
@@ -307,7 +308,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
     """
     check_flags(groups, flags=known_flags(options), command=command)
     if config is None and has_settings(options):
-        config = base_config(groups)
+        config = base_config(groups, implied=getattr(options, "implied", {}))
     if asked := [group for group in groups if group.flag in ("-h", "--help")]:
         is_whole = any("all" in group.values for group in asked)
         print(help_page(options, command=command, config=config, is_whole=is_whole))

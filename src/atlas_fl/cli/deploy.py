@@ -1,7 +1,9 @@
 """`atlas serve`, `join` and `certs`: a federation across machines."""
 
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from atlas_fl.deployment.server import remote_backend, serve_final_models
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.deployment.site import SiteOptions, join_federation
 from atlas_fl.errors import ConfigError
+from atlas_fl.events import Note
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.format import human_bytes
 from atlas_fl.runtime.transport import certificates
@@ -35,11 +38,29 @@ def serve(options: cli.ServeOptions) -> int:
         late=options.late,
         without=options.without,
     )
-    with show_progress() as on_event, going_on("the same command"):
+    with show_progress() as on_event, going_on("the same command"), _sigterm_as_ctrl_c():
+        if config.robust.max_share < 1:
+            bound = f"--max-share {config.robust.max_share:g} bounds what a claim of examples weighs in an average"
+            on_event(Note(f"{bound}; --max-share 1 gives the weights of FedAvg"))
         serve_final_models(config, service, on_event, again=options.again)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, so that sites are told."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _server_hash(file: str) -> str:
+    """The hash of the settings that `atlas serve` has with this file."""
+    return pinned_hash(base_config([Words("--config", (file,))], implied=cli.ServeOptions.implied))
 
 
 def join(options: cli.JoinOptions) -> int:
@@ -47,7 +68,7 @@ def join(options: cli.JoinOptions) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
     settings = options.config
-    pinned = None if settings is None else pinned_hash(base_config([Words("--config", (settings,))]))
+    pinned = None if settings is None else _server_hash(settings)
     joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)

@@ -73,6 +73,7 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
     with Bars(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
         phases: dict[str, TaskID] = {}
         rounds: list[TaskID] = []
+        taken: list[float] = []
 
         def show(event: Event) -> None:
             if isinstance(event, RoundFinished):
@@ -84,6 +85,9 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
             if isinstance(event, Progress):
                 _advance(bars, phases, event)
             elif (line := event_line(event)) is not None and (notes or not isinstance(event, Note)):
+                if isinstance(event, RoundFinished):
+                    taken.append(event.seconds)
+                    line += time_left(taken, event.rounds - event.round)
                 bars.console.print(line, markup=False, soft_wrap=True)
 
         yield show
@@ -101,6 +105,15 @@ def event_line(event: Event) -> str | None:
         cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"
         return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}loss {event.loss:.3f}  {cost}"
     return None
+
+
+def time_left(taken: Sequence[float], rounds: int) -> str:
+    """The end of a round's line: about how long the rounds to come take, by the mean of those so far.
+
+    >>> time_left([60, 90], 4)
+    ', about 5.0 min left'
+    """
+    return f", about {seconds(fmean(taken) * rounds)} left" if rounds else ""
 
 
 def _scores(scores: Mapping[str, float]) -> str:

@@ -3,8 +3,9 @@
 Light, since help pages are made from them: a command's own module is imported when the command is run.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
@@ -143,13 +144,16 @@ class AuditOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write the model of one client: adapter and head as `PeftModel.from_pretrained` reads them, or of a run that
-    trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
+    """Write the model of one client, or the one model of all: adapter and head as `PeftModel.from_pretrained` reads
+    them, or of a run that trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
 
     run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
-    client: str
+    client: str | None = None
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
+    global_: bool = False
+    """Write the one model that all clients end with, as under fedavg with one task and one rank, in the place of
+    --client."""
     to: str
     """A new folder to write to."""
     round: str | None = None
@@ -304,6 +308,8 @@ class ServeOptions:
     again: tuple[str, ...] = ()
     """Clients of a complete run that get their model once more: they had it, and its files are lost."""
     settings: Config = field(default_factory=Config)
+    implied: ClassVar[Mapping[str, Any]] = {"max_share": 0.5}
+    """Settings in the place of defaults where neither a file nor a flag says them: sites may claim any examples."""
 
 
 @dataclass(frozen=True, kw_only=True)

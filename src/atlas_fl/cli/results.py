@@ -113,6 +113,9 @@ def audit(options: cli.AuditOptions) -> int:
 
 def export(options: cli.ExportOptions) -> int:
     """Export what these words name; 0."""
+    if options.global_ == (options.client is not None):
+        given = "both" if options.global_ else "neither"
+        raise ConfigError(f"`atlas export` was given {given} of --client NAME and --global; give one of them")
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
     notes: list[str] = []
     written = export_client(

@@ -17,7 +17,7 @@ from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
-from atlas_fl.params import Params
+from atlas_fl.params import Params, Split
 from atlas_fl.split.channel import CutChannel
 
 
@@ -74,15 +74,15 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     updates = []
     for job, line, (labels, kept), answers in zip(jobs, lines, outputs, answered, strict=True):
         task = site.data[job.client].task
-        counted = job.options.split == "test" and task.images
+        metrics, classes = scores_of(task, labels, kept, split=job.options.split)
         updates.append(
             Update(
                 client=job.client,
                 params=job.params,
                 examples=len(site.data[job.client].splits[job.options.split]),
-                metrics={**scores_of(task, labels, kept), **answers, "seconds": seconds},
+                metrics={**metrics, **answers, "seconds": seconds},
                 crossed={} if line is None else dict(line.traffic),
-                classes=by_class(labels, np.concatenate(kept)) if counted else {},
+                classes=classes,
                 reported={OUTCOMES: _outcomes(job, site, labels, kept)} if job.options.outcomes else {},
             )
         )
@@ -165,10 +165,18 @@ def scored_outputs(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
     return (_token_scores(logits, labels) if task.writes else logits).cpu().numpy()
 
 
-def scores_of(task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Loss and metrics of what was kept of all examples, whose labels stand in the same order."""
+def scores_of(
+    task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray], *, split: Split
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """(loss and metrics, of a test with classes the counts by class) of what was kept of all examples.
+
+    The labels stand in the same order.
+    """
     concatenated = np.concatenate(outputs)
-    return writing_scores(concatenated) if task.writes else scores(task, labels, concatenated)
+    if task.writes:
+        return writing_scores(concatenated), {}
+    is_counted = split == "test" and task.has_classes
+    return scores(task, labels, concatenated), by_class(labels, concatenated) if is_counted else {}
 
 
 def in_order(lengths: np.ndarray) -> np.ndarray:

@@ -158,7 +158,7 @@ class Update:
     travelled: bool = False
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Examples by class of scored test images, and how many of them were recognised (`data.metrics.by_class`)."""
+    """Counts by class of a scored test with classes (`data.metrics.by_class`)."""
     reported: Trees = field(default_factory=dict)
     """Tensors for the server beside the model, by kind, where they were asked for: `control`, the mean gradient of the
     round's steps, float32; `class_features` and `halves` (`TrainOptions.report`)."""

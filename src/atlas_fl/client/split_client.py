@@ -185,9 +185,12 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
             with site.autocast():
                 (logits,) = read_logits(site.backbone, [params], [read], mask=None)
             outputs.append(scored_outputs(logits, row.labels[0], site.data[job.client].task))
-    metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
-    metrics = {**metrics, "seconds": time.perf_counter() - began}
-    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
+    scores, classes = dict[str, float](), dict[str, list[int]]()
+    if at_home:
+        task = site.data[job.client].task
+        scores, classes = scores_of(task, data.labels[order], outputs, split=options.split)
+    metrics = {**scores, "seconds": time.perf_counter() - began}
+    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics, classes=classes)
 
 
 def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:

@@ -322,6 +322,7 @@ def merge_updates(side: CutMessages, update: Update, server_update: Update) -> U
         params=side.job.params if server_update.params is side.above else {key: params[key] for key in sorted(params)},
         examples=server_update.examples,
         metrics={**update.metrics, **server_update.metrics},
+        classes={**update.classes, **server_update.classes},
         loaded=_loaded_digest(side, update, server_update),
         keys=update.keys + server_update.keys,
         crossed=dict(side.crossed),
@@ -509,7 +510,10 @@ class EvaluationHalf(ServerHalf):
             raise ProtocolError(
                 f"{self.side.job.client} sent {self._scored} of {self._examples} examples; join with the same data"
             )
-        scores = {}
+        job, scores, classes = self.side.job, dict[str, float](), dict[str, list[int]]()
         if self.side.cut.head == "server":
-            scores = scores_of(self._task, torch.cat(self._labels).numpy(), self._outputs)
-        return Update(client=self.side.job.client, params=self.side.above, examples=self._examples, metrics=scores)
+            labels = torch.cat(self._labels).numpy()
+            scores, classes = scores_of(self._task, labels, self._outputs, split=job.options.split)
+        return Update(
+            client=job.client, params=self.side.above, examples=self._examples, metrics=scores, classes=classes
+        )

@@ -241,9 +241,9 @@ class RobustConfig:
     max_norm_ratio: Annotated[float, Range(above=1)] = 10.0
     """Largest norm of a client's change, as a multiple of the median over the clients that trained in the round, of
     heads over those of the same task; compared from three clients on."""
-    max_share: Annotated[float, Range(above=0, most=1)] = 0.5
+    max_share: Annotated[float, Range(above=0, most=1)] = 1.0
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
-    leaves the shares as they are."""
+    leaves the shares as they are. `atlas serve` takes 0.5 unless told."""
     within: Literal["all", "clusters"] = "all"
     """Scope of robust rules and server optimizers, such as `median` and `fedadam`: all clients, or each cluster. With
     `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""

@@ -80,7 +80,7 @@ def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
         words = next((extra.metavar for extra in extras if isinstance(extra, Positional)), None)
         yield Setting(
             name=own.name,
-            flag="" if words else prefix + own.name.replace("_", "-"),
+            flag="" if words else prefix + own.name.rstrip("_").replace("_", "-"),
             metavar=words or metavar(kinds[own.name]),
             group=group,
             kind=kinds[own.name],

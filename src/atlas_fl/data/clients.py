@@ -302,6 +302,17 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     return tuple(_row(client, peers[client.task.name]) for client in clients)
 
 
+def one_class_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
+    """A line for each client and split without the AUROC that judges its task, since all labels are of one class."""
+    return tuple(
+        f"{client.name}: AUROC is undefined on its {split} split, whose {len(rows)} examples are of one class; it"
+        " counts as .5 there, which is chance; judge such a task by another metric="
+        for client in clients
+        for split, rows in client.splits.items()
+        if client.task.metric == "auroc" and split != "train" and len(np.unique(rows.label)) < 2
+    )
+
+
 def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """A line for each task with classes of these statistics: how many examples and classes its clients have, and how
     far their mixes are from the task's.
@@ -330,6 +341,7 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "client": client.name,
         "task": client.task.name,
+        "metric": client.task.metric_name,
         "examples": {split: len(rows) for split, rows in client.splits.items()},
     }
     if not client.task.has_classes:

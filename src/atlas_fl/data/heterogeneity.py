@@ -195,7 +195,7 @@ def common_task(sources: Sequence[Task]) -> Task:
     first = sources[0]
     for task in sources:
         alike = task.num_labels == first.num_labels and task.label_names == first.label_names
-        if not alike or task.metric != first.metric or task.truncate != first.truncate or task.images:
+        if not alike or task.metric_name != first.metric_name or task.truncate != first.truncate or task.images:
             raise ConfigError(
                 f"--one-task takes tasks as sources of one, and {task.name!r} has other classes than {first.name!r};"
                 " take texts with the same classes, metric and truncate="

@@ -19,6 +19,8 @@ FurtherMetric: TypeAlias = Callable[[Task, Labels, Array], float | None]
 FURTHER_METRICS: dict[str, FurtherMetric] = {}
 """Metrics of plug-ins by name; they stand beside the scores of a task and decide nothing."""
 
+CHANCE = {"auroc": 0.5}
+"""The primary score where the metric is undefined, and that is not 0."""
 CONFIDENCE_BINS = 15
 """As many as Guo et al. take for their tables."""
 
@@ -27,17 +29,20 @@ def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labe
     """Every score of the task by name, with the task's own metric once more as `primary`; undefined ones are absent.
 
     Classes: loss (mean cross-entropy, nats), ece (`calibration_error`), accuracy, mcc, and f1, precision and recall of
-    class 1 if there are two classes, else the mean over the classes that occur (macro). Regression: loss (mean squared
-    error), pearson, spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
+    the task's positive class or of class 1 if there are two classes, else the mean over the classes that occur (macro),
+    which is macro_f1; balanced_accuracy is the mean recall over the classes that the labels have, and auroc is that of
+    `auroc`, undefined where the labels have one class; `primary` then is .5, that of chance. Regression: loss (mean
+    squared error), pearson, spearman. A constant correlates with nothing: its correlation is undefined and `primary`
+    then is 0.
 
     Outputs that are no numbers have no loss and are never right: such an example counts as wrong (`predicted_classes`),
     and correlations with such predictions are the worst that there are, -1.
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
-    metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
+    metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(task, labels, logits)
     further = {name: metric(task, labels, logits) for name, metric in FURTHER_METRICS.items()}
     metrics |= {name: float(value) for name, value in further.items() if value is not None and math.isfinite(value)}
-    return {**metrics, "primary": metrics.get(task.metric, 0.0)}
+    return {**metrics, "primary": metrics.get(task.metric, CHANCE.get(task.metric, 0.0))}
 
 
 def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
@@ -67,7 +72,7 @@ def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]
     return {name: float(np.mean([one[name].fmeasure for one in scored])) for name in names}
 
 
-def _classification(labels: Labels, logits: Array) -> dict[str, float]:
+def _classification(task: Task, labels: Labels, logits: Array) -> dict[str, float]:
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # a row of infinities has no loss
         shifted = wide - wide.max(axis=1, keepdims=True)
@@ -75,7 +80,29 @@ def _classification(labels: Labels, logits: Array) -> dict[str, float]:
     loss = float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
     predicted = predicted_classes(wide)
     ece = calibration_error(np.exp(-log_sum), predicted == labels)
-    return {"loss": loss, "ece": ece, **of_confusion(confusion(labels, predicted, logits.shape[1]))}
+    counts = of_confusion(confusion(labels, predicted, logits.shape[1]), positive=task.positive)
+    area = auroc(labels, shifted - log_sum[:, None])
+    return {"loss": loss, "ece": ece, **counts, **({} if area is None else {"auroc": area})}
+
+
+def auroc(labels: Shaped[Array, " n"], score: Float[Array, "n labels"]) -> float | None:
+    """Area under the ROC curve: the share of pairs of one of a class and one of others that the class's score orders.
+
+    Equal scores count half. Of two classes it is that of class 1, of more the mean over the classes (one versus rest)
+    for which there are such pairs, and None without any. Scores that are no numbers order nothing right: 0.
+    """
+    values = []
+    for label in [1] if score.shape[1] == 2 else np.unique(labels):
+        is_class = labels == label
+        positives = int(is_class.sum())
+        if 0 < positives < len(labels):
+            _, place, counts = np.unique(score[:, label], return_inverse=True, return_counts=True)
+            ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+            above = float(ranks[is_class].sum()) - positives * (positives + 1) / 2
+            values.append(above / (positives * (len(labels) - positives)))
+    if not values:
+        return None
+    return float(np.mean(values)) if not np.isnan(score).any() else 0.0
 
 
 def calibration_error(confidence: Float[Array, " n"], is_hit: Shaped[Array, " n"]) -> float:
@@ -113,13 +140,29 @@ def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
 
 
 def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
-    """Number of examples of every class, in order, and of those that were recognised (`hits`)."""
+    """Examples of every class in order, those that were recognised (`hits`), and those that were taken for it."""
     counts = confusion(labels, predicted_classes(logits), logits.shape[1])
-    return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist()}
+    taken = counts.sum(axis=0)[:-1]
+    return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist(), "predicted": taken.tolist()}
 
 
-def of_confusion(counts: Array) -> dict[str, float]:
-    """Accuracy, f1, precision, recall and mcc of a confusion matrix; a ratio of nothing is 0, as in scikit-learn."""
+def class_table(*, hits: Array, examples: Array, predicted: Array | None = None) -> dict[str, list[float]]:
+    """Recall, precision and F1 of every class from `by_class`; a ratio of nothing is 0, as in scikit-learn.
+
+    Runs of earlier versions have no counts of what was `predicted`, and so recalls alone.
+    """
+    right, actual = hits.astype(np.float64), examples.astype(np.float64)
+    values = {"recall": _ratio(right, actual)}
+    if predicted is not None:
+        values |= {"precision": _ratio(right, predicted), "f1": _ratio(2 * right, actual + predicted)}
+    return {name: value.tolist() for name, value in values.items()}
+
+
+def of_confusion(counts: Array, *, positive: int | None = None) -> dict[str, float]:
+    """The scores of a confusion matrix, of which f1, precision and recall are those of a `positive` class if one is.
+
+    A ratio of nothing is 0, as in scikit-learn.
+    """
     hits = np.diag(counts).astype(np.float64)
     actual = counts.sum(axis=1).astype(np.float64)
     # of the classes, and at the end of none
@@ -127,12 +170,16 @@ def of_confusion(counts: Array) -> dict[str, float]:
     predicted = answers[: len(actual)]
     precision, recall = _ratio(hits, predicted), _ratio(hits, actual)
     f1 = _ratio(2 * hits, actual + predicted)
-    chosen = np.asarray([1]) if len(counts) == 2 else np.flatnonzero(actual + predicted)
+    occurring = np.flatnonzero(actual + predicted)
+    one = 1 if positive is None and len(counts) == 2 else positive
+    chosen = occurring if one is None else np.asarray([one])
     return {
         "accuracy": float(hits.sum() / counts.sum()),
         "f1": float(f1[chosen].mean()),
         "precision": float(precision[chosen].mean()),
         "recall": float(recall[chosen].mean()),
+        "macro_f1": float(f1[occurring].mean()) if len(occurring) else 0.0,
+        "balanced_accuracy": float(recall[actual > 0].mean()),
         "mcc": _mcc(hits.sum(), actual, answers),
     }
 

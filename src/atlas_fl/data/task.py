@@ -45,7 +45,7 @@ class Images:
         return replace(self, pixels=self.pixels[positions], label=self.label[positions])
 
 
-Metric: TypeAlias = Literal["accuracy", "f1", "mcc", "pearson"]
+Metric: TypeAlias = Literal["accuracy", "balanced_accuracy", "f1", "macro_f1", "auroc", "mcc", "pearson"]
 """The score that a task is judged by; pearson makes it a regression.
 
 All of them are better when higher. A task that writes text is judged by its next-token accuracy for that reason, with
@@ -146,12 +146,30 @@ class Task:
     """True if its splits are `Images` and no `Rows`."""
     label_names: tuple[str, ...] = ()
     """One name per class; empty for a regression."""
+    positive: int | None = None
+    """The class that f1, precision and recall are of; by default class 1 of two, and of more the mean over classes."""
     note: str = ""
     """Note for readers: where the rows come from, how labels and splits were made."""
     load: Callable[[Source], TaskData]
     """Reads it. Two that are equal read the same: `load_task` keeps what they return."""
     files: Callable[[Source], Sequence[Path]] | None = None
     """The files and folders that `load` reads or looks for; None where nothing is to be kept of what it returns."""
+
+    @property
+    def metric_name(self) -> str:
+        """The metric as tables name it; of f1 with the class that it is of.
+
+        >>> Task(name="sms", num_labels=2, metric="f1", label_names=("ham", "spam"), load=lambda _: ...).metric_name
+        'f1 of spam'
+        """
+        if self.metric == "auroc":
+            return "AUROC"
+        positive = 1 if self.positive is None and self.num_labels == 2 else self.positive
+        if self.metric != "f1":
+            return self.metric.replace("_", " ")
+        if positive is None:
+            return "macro f1"
+        return f"f1 of {self.label_names[positive] if self.label_names else f'class {positive}'}"
 
     @property
     def is_regression(self) -> bool:

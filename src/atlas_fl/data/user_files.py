@@ -29,6 +29,7 @@ from atlas_fl.storage.folder_access import check_regular
 
 FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,OPTION=VALUE]"
 IMAGE_FORM = "name=path[,size=PIXELS]"
+SHOWN_CLASSES = 10
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -57,6 +58,7 @@ def parse_task(description: str) -> Task:
         metric=columns.metric,
         truncate=columns.truncate,
         label_names=names,
+        positive=_positive(names, columns, path),
         note=f"your own: {path}",
         load=lambda _: data,
     )
@@ -85,6 +87,8 @@ class Columns:
     pair: str | None = None
     label: str = "label"
     metric: Metric = "accuracy"
+    positive: str | None = None
+    """The class behind `f1:`."""
     target: str | None = None
     """Column that the model is to write: after the text, or the text itself where both are one column."""
     truncate: Truncation | None = None
@@ -118,8 +122,8 @@ class Columns:
         )
 
 
-_OPTIONS = tuple(option.name for option in fields(Columns))
-_CHOICES: Mapping[str, Sequence[str]] = {"metric": METRICS, "truncate": TRUNCATIONS, "missing": MISSING}
+_OPTIONS = tuple(option.name for option in fields(Columns) if option.name != "positive")
+_CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": MISSING}
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> Columns:
@@ -133,7 +137,14 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    columns = Columns(**options)
+    metric, colon, positive = options.get("metric", "accuracy").partition(":")
+    if metric not in METRICS:
+        raise unknown_name("metric", metric, METRICS)
+    if colon and (metric != "f1" or not positive):
+        raise ConfigError(
+            f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"
+        )
+    columns = Columns(**{**options, "metric": metric}, positive=positive or None)
     if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
         known = ", ".join(SEPARATORS)
         raise ConfigError(
@@ -147,6 +158,17 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
         known = "utf-8, utf-16, cp1252, latin-1, cp1251 or shift_jis"
         raise ConfigError(f"unknown encoding {columns.encoding!r} of task {name!r}; give one such as {known}") from None
     return columns
+
+
+def _positive(names: Sequence[str], columns: Columns, path: Path) -> int | None:
+    if columns.positive is None:
+        return None
+    if columns.positive not in names:
+        raise DataError(
+            f"metric=f1:{short_repr(columns.positive)[1:-1]} names no class of {path}; it has"
+            f" {', '.join(map(repr, names[:SHOWN_CLASSES]))}{', ...' * (len(names) > SHOWN_CLASSES)}"
+        )
+    return names.index(columns.positive)
 
 
 def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:

@@ -170,6 +170,10 @@ def plugins_said(names: Sequence[str]) -> str:
     return " ".join(plugin_digests(names)) or NO_PLUGINS
 
 
+STOPPED = (
+    "the server was stopped before the run was complete; start this command again once `atlas serve` is started again"
+)
+"""The reason with which sites end where the server does without another one."""
 NOT_LISTED = "it is not listed any more"
 """The reason why a client is lost that was taken off the list while the server runs."""
 
@@ -249,4 +253,5 @@ def listening(
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:
-            bridge.wait(server.stop())
+            is_told = any(client.shutdown_message is not None for client in manager.clients.values())
+            bridge.wait(server.stop("" if is_told else STOPPED))

@@ -20,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
-from atlas_fl.errors import CheckpointError, unknown_name
+from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
@@ -32,10 +32,10 @@ from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
-from atlas_fl.setup.options import scale_of
+from atlas_fl.setup.options import scale_of, strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
@@ -77,12 +77,13 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
 
 
 def export_client(
-    run: str | Path, *, client: str, to: str | Path, round: str | None = None, on_event: OnEvent = ignore
+    run: str | Path, *, client: str | None, to: str | Path, round: str | None = None, on_event: OnEvent = ignore
 ) -> Path:
     """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
 
     What `--second-gate` weighs is written for `models.gated_adapter`, which PEFT does not load.
-    `client` is a name such as `movie-0`, or the client's number in the run's order. `round` is a number, or `best` for
+    `client` is a name such as `movie-0`, or the client's number in the run's order; None is the one model of all
+    (`global_client`). `round` is a number, or `best` for
     the best mean validation score; the last complete round without it. A `Note` says what the files lack.
     Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
     """
@@ -93,7 +94,10 @@ def export_client(
     state = FederationState.from_checkpoint(saved, [client.name for client in plan.clients])
     models = state.predicting_models(config)
     names = list(models)
-    name = names[int(client)] if client.isdecimal() and int(client) < len(names) else client
+    if client is None:
+        name = global_client(config, models)
+    else:
+        name = names[int(client)] if client.isdecimal() and int(client) < len(names) else client
     if name not in names:
         raise unknown_name("client", client, names)
     params = models[name]
@@ -121,6 +125,24 @@ def export_client(
     for line in lines:
         on_event(Note(line))
     return Path(to)
+
+
+def global_client(config: Config, models: ByClient) -> str:
+    """A client whose model is the one that all predict with; a `ConfigError` says why a run has none."""
+    first, *_ = models
+    different = len({digest(params) for params in models.values()})
+    reason = ""
+    if not strategy_of(config).communicates:
+        reason = "nothing is sent under its method"
+    elif config.training.prior_correction:
+        reason = "each client's scores have its own class frequencies (--prior-correction)"
+    elif different > 1:
+        reasons = "a personal part, heads of several tasks, ranks of their own, or one trained alone in the last round"
+        reason = f"its {len(models)} clients end with {different} different models ({reasons})"
+    if reason:
+        strategy = config.mixing.strategy
+        raise ConfigError(f"--strategy {strategy} has left no global model: {reason}; export one with --client {first}")
+    return first
 
 
 def export_model(

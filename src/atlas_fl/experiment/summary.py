@@ -4,8 +4,8 @@
     best       the round with the best mean validation score over all clients, and that score
     stopped    with `--patience`, where it ended the run early: after which round
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
-               utilisation of the device
-    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
+               utilisation of the device; test precision, recall and F1 by class
+    tasks      per task: its metric, means over its clients, the worst client, the spread; the same by class
     overall    the same over all clients
     attackers, honest  with `--attack`: who attacks, and the same over all others
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
@@ -40,13 +40,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from atlas_fl.data.metrics import class_table
 from atlas_fl.errors import first_of
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
 """Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
 METRICS = (
-    *("loss", "ece", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
+    *(
+        "loss",
+        "ece",
+        "primary",
+        "accuracy",
+        "balanced_accuracy",
+        "f1",
+        "macro_f1",
+        "auroc",
+        "precision",
+        "recall",
+        "mcc",
+        "pearson",
+        "spearman",
+        "majority",
+    ),
     *GENERATION_METRICS,
 )
 """Scores in rows of evaluations."""
@@ -254,23 +270,24 @@ def _rounds_to_targets(scores: Mapping[int, float]) -> dict[str, int]:
 
 
 def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """`classes`: by class, the test examples of these clients and the share of them that was recognised.
+    """`classes`: by class, the test examples of these clients, precision, recall and F1; `accuracy` is the recall.
 
-    Every image counts once in its client's last test, each scored by the model of its own client. A class without
-    examples has no accuracy, and the result is empty where the clients' rows have no counts.
+    Every example counts once in its client's last test, each scored by the model of its own client. A class without
+    examples has none of them, and the result is empty where the clients' rows have no counts.
     """
     rows = [history.splits["test"] for history in members if history.splits.get("test")]
     counts = [tested[max(tested)]["classes"] for tested in rows if "classes" in tested[max(tested)]]
     if not counts:
         return {}
-    hits, examples = (np.sum([count[name] for count in counts], axis=0) for name in ("hits", "examples"))
+    pooled = {name: np.sum([count[name] for count in counts], axis=0) for name in counts[0]}
+    table = class_table(**pooled)
     (names, *_) = (list(row["labels"]) for row in plan["data"] if row["task"] == members[0].task)
-    return {
-        "classes": {
-            name: {"examples": int(total)} | ({"accuracy": float(right / total)} if total else {})
-            for name, right, total in zip(names, hits, examples, strict=True)
-        }
-    }
+    classes = {}
+    for index, name in enumerate(names):
+        total = int(pooled["examples"][index])
+        values = {score: by_class[index] for score, by_class in table.items()} if total else {}
+        classes[name] = {"examples": total, **values, **({"accuracy": values["recall"]} if total else {})}
+    return {"classes": classes}
 
 
 def utilisation(planned: Mapping[str, Row], metrics: Iterable[Row]) -> dict[str, dict[str, float]]:
@@ -324,6 +341,7 @@ def summarise(
     used = utilisation(planned, metrics)
     # before the first evaluation only those have rows that have trained
     sizes = Counter(entry["task"] for entry in planned.values())
+    metrics_of_tasks = {row["task"]: {"metric": row["metric"]} for row in plan.get("data", ()) if "metric" in row}
     events = [row for row in metrics if "event" in row]
     stops = [{"round": row["round"]} for row in events if row["event"] == STOPPED]
     refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
@@ -332,12 +350,16 @@ def summarise(
         "run": dict(run) | {"rounds": max((int(row["round"]) for row in metrics), default=0)},
         "overall": group_scores(list(by_client.values())) | {"clients": max(len(by_client), sizes.total())},
         "tasks": {
-            task: group_scores(members) | {"clients": max(len(members), sizes[task])} | class_scores(members, plan=plan)
+            task: metrics_of_tasks.get(task, {})
+            | group_scores(members)
+            | {"clients": max(len(members), sizes[task])}
+            | class_scores(members, plan=plan)
             for task, members in by_task(by_client).items()
         },
         "clients": {
             client: {key: planned[client][key] for key in _PLANNED}
             | client_scores(history)
+            | class_scores([history], plan=plan)
             | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0}), "utilisation": used[client]}
             for client, history in by_client.items()
         },

@@ -205,6 +205,8 @@ class Kriging(FromStart):
     measure_round: Annotated[int, Range(least=1)] = 4
     """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
     those before everyone is given averages, or with `atlas` predictions of clusters."""
+    max_other_share: Annotated[float, Range(above=0, most=1)] = 0.5
+    """Largest share that one other client's model may have in a prediction of `kriging` and `atlas`; 1 bounds none."""
 
     name = "kriging"
     extra_passes = "in one round each half of the examples, trained apart, and sent beside the model"
@@ -330,7 +332,7 @@ class Kriging(FromStart):
     ) -> Float64[np.ndarray, "n n"]:
         """The predictions by numbers of examples, with no other's share above `--max-share`."""
         weights = np.asarray(examples, np.float64)
-        return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.options.max_share)
+        return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.max_other_share)
 
     def _half_gram(
         self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup

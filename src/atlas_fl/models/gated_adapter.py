@@ -73,8 +73,9 @@ def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         tensors = load(read_named_file(Path(folder) / WEIGHTS, max_bytes=memory_bytes()))
         scales = dict(settings["scales"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
         raise ModelError(
-            f"no gated adapter in {folder}: {error}; give a folder that holds {SETTINGS} and {WEIGHTS}"
+            f"no gated adapter in {folder}: {reason}; give a folder that holds {SETTINGS} and {WEIGHTS}"
         ) from error
     head = {key: tensor for key, tensor in tensors.items() if not key.endswith((LORA_A, LORA_B, LORA_GATE))}
     try:
@@ -83,7 +84,7 @@ def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         rest = model.load_state_dict(head, strict=False).unexpected_keys
     except (AttributeError, KeyError, RuntimeError) as error:
         raise ModelError(
-            f"the gated adapter in {folder} is not for this model: {error}; load its base model"
+            f"the gated adapter in {folder} is not for this model: {' '.join(str(error).split())}; load its base model"
         ) from error
     if rest:
         raise ModelError(f"the gated adapter in {folder} is not for this model, which has no {rest[0]}; load its base")

@@ -13,7 +13,7 @@ import numpy as np
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import label_statistics, left_out_notes, one_class_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -46,7 +46,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, strategy_of
+from atlas_fl.setup.options import cut_of, paper_notes, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.ledger import LedgerRow
@@ -128,9 +128,11 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         sparse=sparse_report(mask, config.sparse),
         notes=(
             *dial_note(config),
+            *paper_notes(config, [client.task for client in assembly.clients], is_full=assembly.is_full),
             *left_out_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),
+            *one_class_notes(assembly.clients),
             *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *notes,

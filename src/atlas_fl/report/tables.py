@@ -253,6 +253,9 @@ def _closing_note(summary: Entry) -> str:
         lines.append(
             f"stopped early after round {after}; best in round {best['round']}: validation {best['validation']:.3f}"
         )
+    named = {task: group.get("metric", "accuracy") for task, group in summary["tasks"].items()}
+    judged = [f"{isolate(task)} by {isolate(metric)}" for task, metric in named.items() if metric != "accuracy"]
+    lines += [f"scored: {', '.join(judged)}{', others by accuracy' * (len(judged) < len(named))}"] if judged else []
     lines += _writing_notes(summary["tasks"])
     if "bytes" in summary:
         sent = summary["bytes"]

@@ -116,7 +116,7 @@ def site_key(site: Site) -> str:
 
 
 def _tokens_key(data: ClientTokens) -> str:
-    task = (data.task.name, data.task.num_labels, data.task.metric, data.task.label_names)
+    task = (data.task.name, data.task.num_labels, data.task.metric, data.task.label_names, data.task.positive)
     splits = [f"{split} {rows.digest}" for split, rows in sorted(data.splits.items())]
     prompts = [f"{split} {own.encoded.digest} {own.references!r}" for split, own in sorted(data.prompts.items())]
     return repr((task, splits, prompts))

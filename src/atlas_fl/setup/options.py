@@ -11,8 +11,9 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import knob_values, method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
+from atlas_fl.data.task import Task
 from atlas_fl.methods.method import Method, Part
-from atlas_fl.methods.registry import find_method, parts_of
+from atlas_fl.methods.registry import ALIASES, find_method, parts_of
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.rng import generator
@@ -45,6 +46,24 @@ def method_values(config: Config) -> dict[str, Any]:
     """Values of this config's settings that methods are made from, by name."""
     computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
     return {**knob_values(config), **settings_for(config, StrategyOptions), **vars(config.server), **computed}
+
+
+def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tuple[str, ...]:
+    """A line on what differs between `fedavg` here and in its paper; none for other strategies."""
+    if ALIASES.get(config.mixing.strategy, config.mixing.strategy) != "fedavg":
+        return ()
+    robust, training = config.robust, config.training
+    differences = {
+        "adapters and heads train, not whole models (--trainable full)": not is_full,
+        "tasks have heads of their own, averaged inside their task": len({task.name for task in tasks}) > 1,
+        "clients train with AdamW (--optimizer sgd)": config.optimizer(images=tasks[0].images) == "adamw",
+        f"gradients are clipped at {training.clip:g} (--clip 0)": training.clip > 0,
+        "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off",
+        f"no client weighs more than {robust.max_share:g} (--max-share 1)": robust.max_share < 1,
+    }
+    words = [difference for difference, holds in differences.items() if holds]
+    begin = "fedavg weighs by examples as in McMahan et al. 2017; other than there "
+    return (begin + "; ".join(words),) if words else ()
 
 
 def predicts_as_sent(config: Config) -> bool:

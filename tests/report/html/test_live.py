@@ -40,6 +40,16 @@ def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(mak
     assert row_of(begun)["rounds"] == "begins"
 
 
+def test_the_time_left_is_that_of_the_rounds_to_come_by_hand(make_run) -> None:
+    run = unfinished(make_run(rounds=2))
+    line = "2026-01-01T10:01:30Z INFO round {} of 12: loss nan, {} s, 1,859,112 bytes; validation: a 0.5\n"
+    with (run / "log.txt").open("a") as file:
+        file.write(line.format(1, "20.0") + line.format(2, "4.0"))
+    assert row_of(run)["time left"] == "2.0 min"  # ten rounds of twelve seconds
+    assert "About 2.0 min left, by what its rounds took." in parse_page(page_text(run, "left")).text
+    assert "time left" not in row_of(make_run("complete"))
+
+
 def test_the_page_of_a_run_is_that_of_the_report_and_asks_for_news(make_run) -> None:
     run = unfinished(make_run())
     text = page_text(run, "now")

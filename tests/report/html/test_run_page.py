@@ -240,6 +240,24 @@ def test_a_layer_without_adapter_is_an_empty_cell(make_run) -> None:
     assert [(row["layer"], row["rank"]) for row in chart_of(page_of(run), "ranks")] == [(2, 8)]
 
 
+def test_scores_by_class_are_those_of_the_counts_by_hand(make_run) -> None:
+    run = make_run()
+    rows = rows_of(run / "metrics.jsonl")
+    last = max(row["round"] for row in rows)
+    of_movie = [row for row in rows if (row["task"], row.get("split"), row["round"]) == ("movie", "test", last)]
+    # of the first class 4 of 8 are found, and 2 of another are taken for it, at every client
+    counts = {"hits": [4, 10], "examples": [8, 12], "predicted": [6, 14]}
+    for row in of_movie:
+        row["classes"] = counts
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    page, names = page_of(run), ("class", "precision", "recall", "f1", "support")
+    assert [[row[name] for name in names] for row in table_of(page, "By class")] == [
+        ["a class with a name", pytest.approx(2 / 3), 0.5, pytest.approx(4 / 7), 8 * len(of_movie)],
+        ["b", pytest.approx(10 / 14), pytest.approx(10 / 12), pytest.approx(10 / 13), 12 * len(of_movie)],
+    ]
+    assert len(table_of(page, "By class and client")) == 2 * len(of_movie)
+
+
 def test_the_settings_are_those_of_the_file_and_make_the_run_again(make_run) -> None:
     run = make_run(tasks=1, clients_per_task=1, seed=7)
     page = page_of(run)

@@ -33,6 +33,7 @@ CENSUS: Mapping[str, Any] = {
     "labels": {"train": [2, 2], "validation": [1, 1], "test": [1, 1]},
     "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
     "images": False,
+    "positive": None,
     "left_out": 0,
     "device": "cpu_2gb",
 }

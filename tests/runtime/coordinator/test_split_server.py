@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.func import functional_call
@@ -121,17 +122,18 @@ def told(site: Site) -> dict[str, Mapping[str, object]]:
             "label_names": [],
             "max_length": own.task.max_length,
             "examples": {split: len(data) for split, data in own.splits.items()},
-            "labels": {split: spread(own.task.num_labels, len(data)) for split, data in own.splits.items()},
+            "labels": {split: spread(own.task.num_labels, data.labels) for split, data in own.splits.items()},
             "lengths": {split: [[int(n), 0, 1] for n in data.lengths] for split, data in own.splits.items()},
             "images": False,
+            "positive": None,
             "left_out": 0,
         }
         for name, own in site.data.items()
     }
 
 
-def spread(classes: int, examples: int) -> list[float]:
-    return [examples, *[0] * (classes - 1)] if classes > 1 else [0.0, 1.0]
+def spread(classes: int, labels: np.ndarray) -> list[float]:
+    return np.bincount(labels, minlength=classes).tolist() if classes > 1 else [0.0, 1.0]
 
 
 def home_of(site: Site, path: str, cut: Cut | None) -> SiteLoader:

@@ -100,8 +100,9 @@ def test_an_answer_brings_the_report_that_its_job_asked_for_and_no_other(report:
 def test_scores_bring_no_report() -> None:
     job = Job(client="a", params=MODEL, round=4, options=EvaluateOptions(split="test"))
     request = AnsweredRequest(action="evaluate", job=job, metadata=METADATA, num_layers=3)
-    scores = dict.fromkeys(("loss", "ece", "accuracy", "f1", "precision", "recall", "mcc", "primary", "seconds"), 0.5)
-    scored = replace(TRAINED, metrics=scores)
+    names = (*SCORES["classes"], "seconds")
+    counts = dict.fromkeys(("hits", "examples", "predicted"), METADATA.labels["test"])
+    scored = replace(TRAINED, metrics=dict.fromkeys(names, 0.5), classes=counts)
     check_answer(request, scored)
     with pytest.raises(ProtocolError, match=r"its report \(none\): it has unknown 'class_features'"):
         check_answer(request, replace(scored, reported=reported("class_features")))

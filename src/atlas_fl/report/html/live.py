@@ -4,7 +4,9 @@
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +15,16 @@ from urllib.parse import quote
 
 from atlas_fl.config import load_config
 from atlas_fl.errors import AtlasError
+from atlas_fl.report.format import EMPTY, seconds
 from atlas_fl.report.html.elements import Block, Page, Section, Text, render
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.report.table import Cell, Table, plain
 from atlas_fl.storage.digests import read_checked_rows
+from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_file
 from atlas_fl.storage.run_folder import RunFolder
 
+_ROUND = re.compile(r"^\S+ INFO round (\d{1,9}) of (\d{1,9}): loss \S+, (\d{1,9}\.\d) s, ", re.MULTILINE)
+"""The line that a finished round leaves in the log: its number, the rounds of the run, its seconds."""
 CACHED = 16
 """Pages that are kept until their run writes again."""
 
@@ -60,13 +66,26 @@ def page_text(run: Path, state: str) -> str:
         page = run_page(run)
     except (AtlasError, OSError) as error:
         page = Page(title=_name_of(run), subtitle="cannot be shown yet", sections=[], warnings=[str(error)])
-    return render(page, state=state)
+    left = _time_left(RunFolder(run))
+    warnings = [*page.warnings, f"About {left} left, by what its rounds took."] if left else page.warnings
+    return render(replace(page, warnings=warnings), state=state)
+
+
+def _time_left(folder: RunFolder) -> str:
+    """About how long the rounds to come of a run take, by the mean of those in its log; empty before round one."""
+    try:
+        log = read_file(folder.log, max_bytes=MOST_JSON_BYTES, within=folder.path).decode(errors="replace")
+    except OSError:
+        return ""
+    finished = _ROUND.findall(log)
+    left = int(finished[-1][1]) - int(finished[-1][0]) if finished and not folder.summary.exists() else 0
+    return seconds(left * fmean(float(taken) for _, _, taken in finished)) if left > 0 else ""
 
 
 def list_text(places: Places, state: str) -> str:
     """The page that lists runs, with a link to the page of each."""
     rows = [[name, *_progress(run, state_of({name: run}))] for name, run in places.items()]
-    block: Block = Table(title="Runs", columns=("run", "rounds", "mean validation score"), rows=rows)
+    block: Block = Table(title="Runs", columns=("run", "rounds", "time left", "mean validation score"), rows=rows)
     complete = sum(RunFolder(run).summary.exists() for run in places.values())
     page = Page(
         title="Runs",
@@ -85,8 +104,9 @@ def _progress(run: Path, state: str) -> list[Cell]:  # noqa: ARG001  # what is r
         metrics = read_checked_rows(folder, folder.metrics) if folder.is_run() else []
         rounds = load_config(folder.config, within=run).training.rounds
     except (AtlasError, OSError):
-        return ["cannot be read now", plain(None)]
+        return ["cannot be read now", EMPTY, plain(None)]
     scores = [(row["round"], row["primary"]) for row in metrics if row.get("split") == "validation"]
     newest = [score for at, score in scores if at == scores[-1][0]]
     done = f"{max(row['round'] for row in metrics)} of {rounds}" if metrics else "begins"
-    return ["complete" if folder.summary.exists() else done, plain(fmean(newest) if newest else None)]
+    state_of_rounds = "complete" if folder.summary.exists() else done
+    return [state_of_rounds, _time_left(folder) or EMPTY, plain(fmean(newest) if newest else None)]

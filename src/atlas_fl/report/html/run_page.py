@@ -9,7 +9,7 @@ from typing import Any
 from atlas_fl.config import config_hash, load_config, to_toml
 from atlas_fl.errors import first_of
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
-from atlas_fl.report.figure_rows import sharing_rows
+from atlas_fl.report.figure_rows import ALL, class_rows, sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
@@ -105,6 +105,7 @@ def _outcome(record: Record) -> list[Block]:
         closing_table(summary),
         _client_table(record, clients),
         *([_gain_table(record.summary["alone"])] if told else []),
+        *_class_tables(record),
     ]
 
 
@@ -128,6 +129,30 @@ GAINS_NOTE = (
     "final test scores; alone: the same settings, and nothing is mixed; 95%: of the gain, over draws of the client's"
     " test examples; of one seed"
 )
+
+
+def _class_tables(record: Record) -> list[Block]:
+    """Precision, recall and F1 of every class over all clients, and folded by client; nothing without classes."""
+    rows = class_rows(record)
+    pooled = [row for row in rows if row["client"] == ALL]
+    if not pooled:
+        return []
+    columns = {name: cell for name, cell in CLASS_SCORES.items() if name != "client"}
+    by_client = table_of("By class and client", CLASS_SCORES, [row for row in rows if row["client"] != ALL])
+    return [
+        table_of("By class", columns, pooled, note=CLASS_SCORES_NOTE),
+        Folded(title="The same by client", blocks=[by_client]),
+    ]
+
+
+CLASS_SCORES: Columns = {
+    "task": cell_at("task", word),
+    "client": cell_at("client", word),
+    "class": cell_at("class", word),
+    **{name: cell_at(name, plain) for name in ("precision", "recall", "f1")},
+    "support": cell_at("examples", count),
+}
+CLASS_SCORES_NOTE = "of the last test of all clients, each by its own model; support: test examples of the class"
 
 
 def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]) -> Chart:

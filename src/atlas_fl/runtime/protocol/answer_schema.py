@@ -19,7 +19,7 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.data.metrics import FURTHER_METRICS
+from atlas_fl.data.metrics import CHANCE, FURTHER_METRICS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import ReportTensor
@@ -66,7 +66,7 @@ PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE, may_be_undefined=True)
 ANY_SCORE = Range(least=-LARGEST_SCORE, most=LARGEST_SCORE)
 
 Ranges = Mapping[str, Range]
-CLASS_SCORES = dict.fromkeys(("accuracy", "f1", "precision", "recall"), SHARE)
+CLASS_SCORES = dict.fromkeys(("accuracy", "f1", "macro_f1", "balanced_accuracy", "precision", "recall"), SHARE)
 SCORES: Mapping[str, Ranges] = {
     "classes": {"loss": SCORED_LOSS, "ece": CALIBRATION, **CLASS_SCORES, "mcc": CORRELATION, "primary": CORRELATION},
     "values": {"loss": SCORED_LOSS, "primary": CORRELATION},
@@ -170,11 +170,11 @@ def check_tensors(params: Params, schemas: Mapping[str, ReportTensor]) -> None:
 
 
 def _check_classes(request: AnsweredRequest, update: Update) -> None:
-    """Raise `ProtocolError` unless counts by class are of test images alone, and are those that were registered."""
+    """Raise `ProtocolError` unless counts by class are of tests with classes alone, as they were registered."""
     job, metadata = request.job, request.metadata
-    counted = request.action == "evaluate" and metadata.images and job.options.split == "test"
+    counted = request.action == "evaluate" and metadata.num_labels > 1 and job.options.split == "test"
     if bool(update.classes) is not counted:
-        raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
+        raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of tests alone")
     if counted and list(update.classes["examples"]) != list(metadata.labels["test"]):
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
 
@@ -212,7 +212,9 @@ def _scores(request: AnsweredRequest) -> ExpectedAnswer:
     num_labels = request.metadata.num_labels
     kind = "classes" if num_labels > 1 else "values" if num_labels == 1 else "text"
     optional: Ranges = dict.fromkeys(FURTHER_METRICS, ANY_SCORE)
-    if kind == "values":
+    if kind == "classes":
+        optional = {"auroc": SHARE, **optional}
+    elif kind == "values":
         optional = {**CORRELATIONS, **optional}
     elif kind == "text":
         optional = ROUGE if options.new_tokens and request.job.cut is None else {}
@@ -225,11 +227,12 @@ def _scores(request: AnsweredRequest) -> ExpectedAnswer:
 
 
 def _check_primary(request: AnsweredRequest, update: Update) -> None:
-    """Raise `ProtocolError` unless the primary score is that of the task's metric, or 0 where this is undefined."""
+    """Raise `ProtocolError` unless the primary score is that of the task's metric, or of chance if it is undefined."""
     metric = request.metadata.metric
     metrics = update.metrics
-    if metrics["primary"] != metrics.get(metric, 0.0):
-        raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {metrics.get(metric, 0.0):g}")
+    allowed = metrics.get(metric, CHANCE.get(metric, 0.0))
+    if metrics["primary"] != allowed:
+        raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {allowed:g}")
 
 
 def _training(request: AnsweredRequest) -> ExpectedAnswer:

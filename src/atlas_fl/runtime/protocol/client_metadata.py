@@ -54,17 +54,25 @@ class TaskLabels:
     metric: str
     label_names: tuple[str, ...]
     images: bool
+    positive: int | None = None
 
     def __str__(self) -> str:
         """The labels, as a line names them."""
         names = self.label_names[:SHOWN]
         shown = f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "without names"
-        return f"{shown} judged by {self.metric}"
+        positive = "" if self.positive is None else f" of class {self.positive}"
+        return f"{shown} judged by {self.metric}{positive}"
 
 
 def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
     """The labels of this task, or of the task of a client with this metadata."""
-    return TaskLabels(num_labels=task.num_labels, metric=task.metric, label_names=task.label_names, images=task.images)
+    return TaskLabels(
+        num_labels=task.num_labels,
+        metric=task.metric,
+        label_names=task.label_names,
+        images=task.images,
+        positive=task.positive,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +95,8 @@ class ClientMetadata:
     lengths: Mapping[Split, tuple[Length, ...]]
     images: bool = False
     """The examples are images."""
+    positive: Annotated[int, Bounds(least=0, most=10**4, whole=True)] | None = None
+    """The class that f1 is of."""
     left_out: Annotated[int, Bounds(least=0, most=MOST_EXAMPLES, whole=True)] = 0
     """Rows that its task was given and the client has not."""
 
@@ -110,6 +120,7 @@ def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         labels={split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
         lengths={split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
         images=task.images,
+        positive=task.positive,
         left_out=client.left_out,
     )
     return asdict(metadata)
@@ -132,6 +143,8 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
     if len(metadata.label_names) not in (0, metadata.num_labels):
         names = len(metadata.label_names)
         raise ProtocolError(f"{REFUSED}label_names has {names}; allowed: as many as num_labels, {metadata.num_labels}")
+    if metadata.positive is not None and metadata.positive >= metadata.num_labels:
+        raise ProtocolError(f"{REFUSED}positive is {metadata.positive}; allowed: one of {metadata.num_labels} classes")
     for split in SPLITS:
         if fault := _split_fault(metadata, split):
             raise ProtocolError(f"{REFUSED}{fault}")
@@ -178,6 +191,7 @@ def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData,
         max_length=metadata.max_length,
         label_names=metadata.label_names,
         images=metadata.images,
+        positive=metadata.positive,
         load=_at_the_site,
     )
     rows = {split: _rows(metadata, task, split) for split in SPLITS}

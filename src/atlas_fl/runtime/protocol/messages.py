@@ -185,7 +185,7 @@ class AnswerHead:
     crossed: tuple[tuple[Kind, Direction, Count], ...]
     same: bool
     """The model is the job's own, and is not sent."""
-    classes: Mapping[Literal["hits", "examples"], tuple[Count, ...]] | None
+    classes: Mapping[Literal["hits", "examples", "predicted"], tuple[Count, ...]] | None
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -213,9 +213,10 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         raise ProtocolError("the answer is no update: its metrics have no values; install the same atlas-fl")
     classes: dict[str, list[int]] = {name: list(counts) for name, counts in (said.classes or {}).items()}
     if classes and (
-        len(classes["hits"]) != len(classes["examples"])
+        len({*map(len, classes.values())}) > 1
+        or sum(classes["predicted"]) > said.examples
         or sum(classes["examples"]) != said.examples
-        or any(map(gt, classes["hits"], classes["examples"]))
+        or any(map(gt, classes["hits"], map(min, classes["examples"], classes["predicted"])))
     ):
         raise ProtocolError(f"the counts by class are {short_repr(classes)}; install the same atlas-fl on both ends")
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}

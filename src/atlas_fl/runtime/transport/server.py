@@ -37,6 +37,8 @@ PING_SECONDS, ANSWER_SECONDS = 10.0, 60.0
 the answer waits behind a piece of a message."""
 LOOK_AGAIN_SECONDS = 0.05
 """Seconds between two looks of a stream that waits for room."""
+STOP_SECONDS = 2.0
+"""Longest time in which a server that stops tells its clients so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +159,17 @@ class Server:
             await asyncio.sleep(self._limits.sweep_seconds)
             waiting.look()
 
-    async def stop(self) -> None:
-        """End every stream and close the port."""
+    async def stop(self, reason: str = "") -> None:
+        """End every stream and close the port; with a reason every client is told it, and does not try again."""
         for task in self._tasks:
             task.cancel()
+        if reason:
+            for visit in self._visits:
+                visit.end(reason)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    while self._streams:
+                        await asyncio.sleep(LOOK_AGAIN_SECONDS)
         if self._server is not None:
             await self._server.stop(grace=0)
 
