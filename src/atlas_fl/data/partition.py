@@ -59,6 +59,9 @@ def quantity(
 
 PARTITIONS: dict[str, Partition] = {"iid": iid, "dirichlet": dirichlet, "quantity": quantity}
 
+NATURAL = "natural"
+"""The partition that the data have: their rows name their clients (`data.own_clients`), and nothing is dealt out."""
+
 
 def deal(
     classes: Labels, mixes: Array, sizes: Array, *, rng: np.random.Generator, two_classes: bool = False

@@ -108,6 +108,12 @@ class TaskData:
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
     unread: tuple[str, ...] = ()
     """Files and folders that were left out, whose names are of no split."""
+    clients: tuple["TaskData", ...] = ()
+    """The splits of every client, where the data name their clients (`data.own_clients`); else they are dealt out."""
+    words: tuple[str, ...] = ()
+    """The words that the data have for these clients."""
+    notes: tuple[str, ...] = ()
+    """Lines for readers of the plan."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:
@@ -146,6 +152,8 @@ class Task:
     """One name per class; empty for a regression."""
     note: str = ""
     """Note for readers: where the rows come from, how labels and splits were made."""
+    clients: tuple[str, ...] = ()
+    """The names of its clients, where the data name them; else they are numbered."""
     load: Callable[[Source], TaskData]
     """Reads it. Two that are equal read the same: `load_task` keeps what they return."""
     files: Callable[[Source], Sequence[Path]] | None = None

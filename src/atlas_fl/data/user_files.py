@@ -3,13 +3,16 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 
+from atlas_fl.data import own_clients
 from atlas_fl.data.cleaning import arrange
+from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import (
     READERS,
     SPLITS,
@@ -37,12 +40,13 @@ from atlas_fl.data.task import (
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import check_regular
 
-FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
+FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,client=COLUMN]"
+CLASSES_FORM = "name,labels=CLASS|CLASS|.."
 IMAGE_FORM = "name=path[,size=PIXELS]"
 LARGEST_LABEL = float(np.finfo(np.float32).max)
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
-_OPTIONS = ("text", "pair", "label", "metric", "target")
+_OPTIONS = ("text", "pair", "label", "labels", "metric", "target", *own_clients.OPTIONS)
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 _WIDE = ("I", "F")
 """Pillow's modes of more than eight bits, which would be cut off at 255."""
@@ -51,41 +55,100 @@ _WIDE = ("I", "F")
 def parse_task(description: str) -> Task:
     """The task of `name=path,text=..,pair=..,label=..,metric=..`, or of `name=path,text=..,target=..`, read from disk.
 
-    Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. With target= there
+    Labels are words or whole numbers, numbered in sorted order, or those of labels= in theirs; with metric=pearson they
+    are values. With target= there
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`cleaning.split_rows`); a folder with train, validation and test files keeps its own
-    (`cleaning.arrange`). A folder of images by class is read by `folder_task`.
+    (`cleaning.arrange`); client=, split=, order= and group= say otherwise (`data.own_clients`). A folder of images by
+    class is read by `folder_task`. A name with labels= alone has classes and no data, which lie at sites.
     The file or folder is read once for as long as it does not change (`task.read_once`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, options = _parse_description(description)
+    if path is None:
+        return _classes_task(name, options)
     if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
         return folder_task(name, path, options)
     columns = _columns(name, options)
-    data, names = read_once(_read_task, name, path, columns, *READERS.values(), files=(path,))
+    sources = own_clients.find_sources(path, columns.dealing, name=name)
+    args = (name, tuple(sources.items()), columns, *READERS.values())
+    data, names = read_once(_read_task, *args, files=sources.values())
+    prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
+    clients = own_clients.name_clients(data.words, prefix=prefix)
+    data = replace(data, notes=(*own_clients.name_notes(data.words, clients, task=name), *data.notes))
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
         metric=columns.metric,
         label_names=names,
         note=f"your own: {path}",
+        clients=clients,
         load=lambda _: data,
     )
 
 
-def _parse_description(description: str) -> tuple[str, Path, dict[str, str]]:
+def _classes_task(name: str, options: Mapping[str, str]) -> Task:
+    """A task of which the classes are known here and the data lie at sites (`atlas serve`)."""
+    columns = _columns(name, options)
+    if not columns.labels or options.keys() - {"labels", "metric"}:
+        raise ConfigError(f"task {name!r} names no file; write {FORM}, or {CLASSES_FORM} where sites have the data")
+
+    def load(_: Source) -> TaskData:
+        raise ConfigError(
+            f"task {name!r} names classes and no file, which is for `atlas serve`; give it a file: {FORM}"
+        )
+
+    return Task(
+        name=name,
+        num_labels=len(columns.labels),
+        metric=columns.metric,
+        label_names=columns.labels,
+        note="your own: at the sites",
+        load=load,
+    )
+
+
+def split_description(description: str) -> tuple[str, str, dict[str, str]]:
+    """Name, path and options of a description, whose path is empty where it names classes alone.
+
+    >>> split_description("triage=notes,old.csv,label=urgency")
+    ('triage', 'notes,old.csv', {'label': 'urgency'})
+
+    Raises:
+        ConfigError: it is of another form.
+    """
     # A comma that no `word=` follows belongs to the path.
     first, *rest = re.split(r",(?=\w+=)", description)
     name, equals, path = first.partition("=")
-    if not equals or not path or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+    options = dict(option.split("=", 1) for option in rest)
+    if bool(equals) != bool(path) or not (equals or options) or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
         raise ConfigError(
             f"task {description!r} is not of the form {FORM}, or {IMAGE_FORM} for images;"
             " a name is letters, digits, '_', '.', '-'"
         )
-    options = dict(option.split("=", 1) for option in rest)
     if len(options) < len(rest) or not all(options.values()):
         raise ConfigError(f"task {description!r} gives an option twice or without a value; the form is {FORM}")
-    return name, Path(path).expanduser(), options
+    return name, path, options
+
+
+def _parse_description(description: str) -> tuple[str, Path | None, dict[str, str]]:
+    name, path, options = split_description(description)
+    return name, Path(path).expanduser() if path else None, options
+
+
+def labels_option(names: Sequence[str]) -> str:
+    """The option that declares these classes; what would end one in a description is written as in URLs."""
+    return "labels=" + "|".join(quote(name, safe=" :;()[]{}/'!?*+&<>=") for name in names)
+
+
+def _declared_classes(name: str, text: str) -> tuple[str, ...]:
+    words = [unquote(word) for word in text.split("|")]
+    names = tuple(map(_word, words))
+    if len(set(names)) < max(2, len(names)) or not all(names):
+        raise ConfigError(
+            f"labels={short_repr(text)} of task {name!r} declares no two different classes; write labels=low|mid|high"
+        )
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,51 +161,79 @@ class Columns:
     metric: Metric = "accuracy"
     target: str | None = None
     """Column that the model is to write: after the text, or the text itself where both are one column."""
+    labels: tuple[str, ...] = ()
+    """Classes, in their order; those of the data where nobody declares them."""
+    dealing: Dealing = field(default_factory=Dealing)
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     for key in options:
         if key not in _OPTIONS:
             raise unknown_name("task option", key, _OPTIONS)
-    if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
+    if "target" in options and (others := sorted({"pair", "label", "labels", "metric"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
     if options.get("metric", "accuracy") not in METRICS:
         raise unknown_name("metric", options["metric"], METRICS)
-    return Columns(**options)
+    own = {key: value for key, value in options.items() if key in own_clients.OPTIONS}
+    columns = {key: value for key, value in options.items() if key not in {*own, "labels"}}
+    labels = _declared_classes(name, options["labels"]) if "labels" in options else ()
+    if labels and options.get("metric") == "pearson":
+        raise ConfigError(
+            f"task {name!r} has labels= and metric=pearson, whose labels are values; leave one of them out"
+        )
+    return Columns(**columns, labels=labels, dealing=own_clients.read_options(name, own))
 
 
-def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
-    """The splits of a file or folder, by the readers of this process, and the names of the classes."""
+def _read_tables(path: Path, *, class_names: bool) -> dict[str, Table]:
+    """The tables of a folder by split, or that of a file as `all`."""
+    if not path.is_dir():
+        return {"all": read_table(path, class_names=class_names)}
+    tables = read_folder(path, class_names=class_names)
+    if "train" not in tables:
+        raise DataError(
+            f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
+            " images give a folder of them for each class, or such folders in train and test"
+        )
+    return tables
+
+
+def _read_task(
+    name: str, sources: tuple[tuple[str, Path], ...], columns: Columns, *readers: object
+) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of files or folders, by the readers of this process, and the names of the classes."""
     del readers
     has_classes = columns.target is None and columns.metric != "pearson"
-    unread: tuple[str, ...] = ()
-    if path.is_dir():
-        tables = read_folder(path, class_names=has_classes)
-        unread = files_of_no_split(path)
-        if "train" not in tables:
-            raise DataError(
-                f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
-                " images give a folder of them for each class, or such folders in train and test"
-            )
-    else:
-        tables = {"all": read_table(path, class_names=has_classes)}
-    origins = {split: str(path) if split == "all" else f"{split} of {path}" for split in tables}
+    tables: dict[Part, Table] = {}
+    origins: dict[Part, str] = {}
+    unread: list[str] = []
+    for client, path in sources:
+        for split, table in _read_tables(path, class_names=has_classes).items():
+            tables[client, split] = table
+            origins[client, split] = str(path) if split == "all" else f"{split} of {path}"
+        unread += files_of_no_split(path) if path.is_dir() else ()
     names: tuple[str, ...] = ()
     if columns.target is not None:
-        rows = {split: _prompted_rows(tables[split], columns, origin=origins[split]) for split in tables}
+        rows = {part: _prompted_rows(tables[part], columns, origin=origins[part]) for part in tables}
     else:
-        rows, names = _labelled_rows(tables, columns, origins=origins, path=path)
-    data = arrange(rows, name=name, labelled=columns.target is None, label_names=names)
-    return replace(data, unread=unread), names
+        rows, names = _labelled_rows(tables, columns, origins=origins, path=sources[0][1])
+    dealt = own_clients.deal_rows(rows, tables, columns.dealing, name=name, origins=origins)
+    if columns.dealing.client is not None:
+        data = own_clients.arrange_clients(dealt, columns.dealing, name=name)
+    else:
+        # a class that labels= declares may be at other sites
+        held_out = () if columns.labels else names
+        labelled = columns.target is None and not columns.labels
+        data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
+    return replace(data, unread=tuple(unread)), names
 
 
 def _labelled_rows(
-    tables: Mapping[str, Table], columns: Columns, *, origins: Mapping[str, str], path: Path
-) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """The rows by split, and the names of the classes; none of a regression."""
+    tables: Mapping[Part, Table], columns: Columns, *, origins: Mapping[Part, str], path: Path
+) -> tuple[dict[Part, Rows], tuple[str, ...]]:
+    """The rows by file and split, and the names of the classes; none of a regression."""
     rows, words = {}, {}
     for split, table in tables.items():
         origin = origins[split]
@@ -156,9 +247,16 @@ def _labelled_rows(
         rows[split] = Rows(text=text, pair=pair, label=label)
     if not words:
         return rows, ()
-    names = _class_names([word for split in words.values() for word in split], columns.label, origin=path)
+    names = columns.labels or _class_names(
+        [word for split in words.values() for word in split], columns.label, origin=path
+    )
     numbers = {name: number for number, name in enumerate(names)}
     for split, of_split in words.items():
+        if other := next((row for row, word in enumerate(of_split, start=1) if word not in numbers), None):
+            raise DataError(
+                f"row {other} of {origins[split]} has {short_repr(of_split[other - 1])} in column {columns.label!r},"
+                f" which is none of the classes that labels= declares ({', '.join(names)}); mend the row, or declare it"
+            )
         rows[split] = replace(rows[split], label=np.asarray([numbers[word] for word in of_split], dtype=np.int64))
     return rows, names
 

@@ -13,7 +13,7 @@ import numpy as np
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import data_notes, label_statistics, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -128,7 +128,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         sparse=sparse_report(mask, config.sparse),
         notes=(
             *dial_note(config),
-            *left_out_notes(assembly.clients),
+            *data_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),
             *heterogeneity_notes(assembly.clients),
