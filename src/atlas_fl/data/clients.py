@@ -258,6 +258,28 @@ def own_clients(
     return clients
 
 
+def site_client(
+    task: Task, source: Source, sizes: Sizes, *, name: str, secret: bytes, shuffle_labels: bool
+) -> ClientData:
+    """The client that a site is: all rows of its task, or those that the data have for a client of its name.
+
+    Of more than `sizes` say, its secret draws so many.
+
+    Raises:
+        DataError: the data name clients, and none of them so.
+    """
+    data = load_task(task, source)
+    if data.clients and name not in task.clients:
+        raise DataError(
+            f"task {task.name!r} has the clients {', '.join(task.clients[:MOST_NAMED])}"
+            f"{', ..' if len(task.clients) > MOST_NAMED else ''} and none called {name!r}, as this site is; leave"
+            " client= out where all rows are its own, or use that client's certificate"
+        )
+    own = data.clients[task.clients.index(name)] if data.clients else data
+    (client,) = own_clients(task, [own], sizes, names=[name], seed=0, secrets={name: secret}, notes=data.notes)
+    return _with_shuffled_labels(client, derive_secret(secret, "rows")) if shuffle_labels else client
+
+
 def _at_most(rows: Examples, size: int | None, *, rng: np.random.Generator) -> Examples:
     """So many rows, or all that there are, in their order, of every class about its share."""
     return rows if size is None or len(rows) <= size else rows.take(np.sort(stratified_order(rows.label, rng)[:size]))
