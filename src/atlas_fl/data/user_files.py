@@ -136,9 +136,18 @@ def _parse_description(description: str) -> tuple[str, Path | None, dict[str, st
     return name, Path(path).expanduser() if path else None, options
 
 
-def labels_option(names: Sequence[str]) -> str:
-    """The option that declares these classes; what would end one in a description is written as in URLs."""
-    return "labels=" + "|".join(quote(name, safe=" :;()[]{}/'!?*+&<>=") for name in names)
+def with_labels(description: str, classes: Sequence[str]) -> str:
+    """The description with these classes in labels=, unless it has its own, has no classes, or names no file.
+
+    >>> with_labels("triage=notes.csv,label=urgency", ["low", "a|b"])
+    'triage=notes.csv,label=urgency,labels=low|a%7Cb'
+    """
+    _, path, options = split_description(description) if "=" in description else ("", "", {})
+    has_own = {"labels", "target"} & options.keys() or options.get("metric") == "pearson"
+    if not (path and classes) or has_own:
+        return description
+    # what would end a name in a description is written as in URLs
+    return f"{description},labels=" + "|".join(quote(name, safe=" :;()[]{}/'!?*+&<>=") for name in classes)
 
 
 def _declared_classes(name: str, text: str) -> tuple[str, ...]:

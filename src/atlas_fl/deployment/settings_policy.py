@@ -18,7 +18,7 @@ from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_sett
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
-from atlas_fl.data.user_files import labels_option, split_description
+from atlas_fl.data.user_files import split_description, with_labels
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
@@ -75,12 +75,9 @@ def with_classes_of(task: str, told: object) -> str:
     So a site takes part that has no example of some class; one of a class that the server has not is refused.
     Raises `ProtocolError` where what is told are no names of classes.
     """
-    name, path, options = split_description(task) if "=" in task else (task, "", {})
-    classes = told.get(name) if isinstance(told, Mapping) else None
-    has_own = {"labels", "target"} & options.keys() or options.get("metric") == "pearson"
-    if not path or classes is None or has_own:
-        return task
-    return f"{task},{labels_option(read(tuple[LabelName, ...], classes, 'the classes of the server: '))}"
+    name = split_description(task)[0] if "=" in task else task
+    classes = told.get(name, ()) if isinstance(told, Mapping) else ()
+    return with_labels(task, read(tuple[LabelName, ...], classes, "the classes of the server: "))
 
 
 def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, device: str) -> None:
