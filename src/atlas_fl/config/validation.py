@@ -113,10 +113,10 @@ def _check_ranks(ranks: RanksConfig) -> None:
 def _registries(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
     """(place, name, known names) of every setting that names an entry of a registry."""
     from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
-    from atlas_fl.data.partition import NATURAL, PARTITIONS
+    from atlas_fl.data.partition import NATURAL, PARTITIONS, PATHOLOGICAL
     from atlas_fl.ranks.allocation import ALLOCATORS
 
-    yield "name in --partition", config.data.partition, [*PARTITIONS, NATURAL]
+    yield "name in --partition", config.data.partition, [*PARTITIONS, NATURAL, PATHOLOGICAL]
     yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS]
     if config.training.trainer != TrainingConfig().trainer:
         yield "name in --trainer", config.training.trainer, registered_names()["trainer"]
