@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from atlas_fl.sparse.task_vectors import apply_vector as apply_vector
     from atlas_fl.sparse.task_vectors import merge_vectors as merge_vectors
     from atlas_fl.sparse.task_vectors import task_vector as task_vector
+    from atlas_fl.storage.assets import embedded_dir as embedded_dir
     from atlas_fl.storage.run_folder import RunFolder as RunFolder
     from atlas_fl.storage.run_folder import find_run as find_run
 
