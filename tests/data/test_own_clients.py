@@ -119,7 +119,7 @@ def test_small_clients_are_left_out_and_limits_are_at_most_with_notes(tmp_path: 
     clients = clients_of(f"t={path},client=hospital,least=10", samples=30)
     assert [(client.name, len(client.train)) for client in clients] == [("large", 30), ("small", 20)]
     assert data_notes(clients) == (
-        "t: 1 clients with fewer than 10 examples left out: tiny (3)",
+        "t: left out since they have fewer than 10 examples: 1 of 3 clients, tiny (3)",
         "t: 1 of 2 clients have more than 30 train examples, and this many of them are taken (--samples)",
     )
     again = clients_of(f"t={path},client=hospital,least=10", samples=30, secrets={"large": b"x" * 32})
@@ -219,7 +219,7 @@ def test_files_of_clients_that_are_not_there_or_not_asked_for(tmp_path: Path) ->
         ({"nc": "2"}, "and --nc 2 would deal them again"),
         (
             {"client_sizes": (9,)},
-            "and --client-sizes 9 would deal them again; leave one of them out, or take --samples",
+            "and --client-sizes 9 would deal them again; leave it out or take a preset",
         ),
         ({"test_mix": "task"}, "--task says what a client is tested on, and --test-mix task would choose it anew"),
         ({"one_task": True}, "names the clients of one task, and --one-task makes clients of several sources"),

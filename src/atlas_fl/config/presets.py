@@ -166,11 +166,16 @@ def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] |
 def federation_name(config: Config) -> str:
     """The name of a config's federation: the user's own tasks where it has no others, else its preset.
 
+    A preset with a dial, which makes the user's clients differ, stands behind them.
+
     >>> federation_name(with_values(Config(), {"tasks": (), "task": ("triage=notes.csv,client=hospital",)}))
     'triage'
     """
     own = [row.partition("=")[0].partition(",")[0] for row in config.data.task]
-    return "+".join(own)[:MOST_TITLE] if own and set(config.data.tasks) <= set(own) else config.run.preset
+    if not own or not set(config.data.tasks) <= set(own):
+        return config.run.preset
+    name = "+".join(own)[:MOST_TITLE]
+    return name if config.run.dial is None else f"{name}-{config.run.preset}"
 
 
 MOST_TITLE = 60

@@ -240,7 +240,8 @@ def arrange_clients(dealt: Mapping[str, Mapping[str, Rows]], dealing: Dealing, *
     if few:
         words = ", ".join(f"{word} ({size})" for word, size in list(few.items())[:SHOWN])
         more = ", .." if len(few) > SHOWN else ""
-        notes.append(f"{name}: {len(few)} clients with fewer than {dealing.least} examples left out: {words}{more}")
+        count = f"{len(few)} of {len(dealt)} clients"
+        notes.append(f"{name}: left out since they have fewer than {dealing.least} examples: {count}, {words}{more}")
     if shared := shared_texts(list(parts.values())):
         notes.append(f"{name}: {shared:,} test texts of a client are training texts of another one")
     return TaskData(

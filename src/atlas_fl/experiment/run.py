@@ -18,6 +18,7 @@ from atlas_fl.config import (
     to_toml,
     validate,
 )
+from atlas_fl.config.presets import federation_name
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.backends import BACKENDS, Backend
@@ -260,6 +261,7 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
     return summarise(
         run={
             "name": folder.path.name,
+            "federation": federation_name(config),
             "preset": config.run.preset,
             "strategy": config.mixing.strategy,
             "model": config.model.model,
