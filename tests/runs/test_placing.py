@@ -61,8 +61,8 @@ def test_your_own_data(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("\n".join(lines))
     found = place_client(folder, task=f"own={tmp_path / 'own.csv'}", samples=10)
     assert (found.name, found.examples) == ("own-0", 10)
-    # the run's clients have 24, and here are 11
-    assert place_client(folder, task=f"own={tmp_path / 'own.csv'}").examples == 11
+    # the run's clients have 24, and here are 12
+    assert place_client(folder, task=f"own={tmp_path / 'own.csv'}").examples == 12
 
 
 def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
