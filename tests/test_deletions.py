@@ -83,6 +83,7 @@ WRITERS: Mapping[str, str] = {
     "experiment/run.py": "in a run's folder",
     "experiment/search.py": "beside the runs, under a name that has a digest of the search",
     "experiment/tuning.py": "in a run's folder",
+    "setup/own_data.py": "under a name that has a digest of what is written",
 }
 """Who replaces files by our own writers, and where."""
 

@@ -10,7 +10,7 @@ import pytest
 from tools.notebooks import FOLDER, execute, names, read
 
 LARGEST = 200_000
-"""Bytes of a file: figures are kept small, and all six are read in a browser."""
+"""Bytes of a file: figures are kept small, and all seven are read in a browser."""
 PLACES = re.compile(r"/(tmp|root|home|Users|private|var|work)/")
 """Folders of one machine."""
 
@@ -24,8 +24,8 @@ def kinds(notebook: Any) -> list[list[str]]:
     ]
 
 
-def test_all_six_are_here() -> None:
-    assert len(names()) == 6
+def test_all_seven_are_here() -> None:
+    assert len(names()) == 7
 
 
 @pytest.mark.parametrize("name", names())

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from atlas_fl.report.html.write import write_report as write_report
     from atlas_fl.report.method_comparison import MethodComparison as MethodComparison
     from atlas_fl.report.method_comparison import compare_methods as compare_methods
+    from atlas_fl.setup.own_data import own_data as own_data
+    from atlas_fl.setup.own_data import task_row as task_row
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from atlas_fl.sparse.task_vectors import apply_vector as apply_vector
     from atlas_fl.sparse.task_vectors import merge_vectors as merge_vectors
     from atlas_fl.sparse.task_vectors import task_vector as task_vector
+    from atlas_fl.storage.assets import embedded_dir as embedded_dir
     from atlas_fl.storage.run_folder import RunFolder as RunFolder
     from atlas_fl.storage.run_folder import find_run as find_run
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.clients import ClientData, left_out_notes, majority, make_clients
+from atlas_fl.data.clients import ClientData, data_notes, majority, make_clients
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, DataError
 
@@ -63,9 +63,7 @@ def test_what_cleaning_left_out_is_told_once_for_a_task() -> None:
         )
 
     clients = make(made_task("once"), replace(made_task("twice"), load=load), clients_per_task=2, samples=20)
-    assert left_out_notes(clients) == (
-        "twice: 5 rows left out: they repeat or contradict others, or lie in two splits",
-    )
+    assert data_notes(clients) == ("twice: 5 rows left out: they repeat or contradict others, or lie in two splits",)
 
 
 def test_no_row_is_given_twice() -> None:
@@ -128,17 +126,15 @@ def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"samples": 51},
-            "task 'toy' has 200 train rows and 4 clients need 204 .--samples.; lower --clients-per-task or",
-        ),
-        ({"test_samples": 33}, "130 test rows and 4 clients need 132 .--test-samples."),
-        ({"validation_samples": 500}, "need 2000 .--validation-samples.; lower"),
+        ({"samples": 51}, "toy: a client gets 50 train examples and not 51 (--samples), since there are 200 for 4"),
+        ({"test_samples": 33}, "toy: a client gets 32 to 33 test examples and not 33 (--test-samples), since there"),
+        ({"validation_samples": 500}, "toy: a client gets 25 validation examples and not 500 (--validation-samples)"),
     ],
 )
-def test_too_few_rows_say_how_many_there_are(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make(**changes)
+def test_samples_are_at_most_and_a_note_says_what_each_client_got(changes: dict[str, Any], message: str) -> None:
+    clients = make(**changes)
+    assert any(note.startswith(message) for note in data_notes(clients))
+    assert not any("a client gets" in note for note in data_notes(make()))
 
 
 def test_a_class_too_rare_for_all_clients_is_an_error_with_the_task() -> None:

@@ -41,8 +41,8 @@ def client(task: str, number: int, labels: list[float], *, num_labels: int) -> C
         text = tuple(f"{task}-{number}-{split}-{row}" for row in range(len(labels)))
         return Rows(text=text, label=np.asarray(labels, kind))
 
-    name = f"{task}-{number}"
-    return ClientData(name=name, task=own, train=rows("train"), validation=rows("validation"), test=rows("test"))
+    splits = {split: rows(split) for split in ("train", "validation", "test")}
+    return ClientData(name=f"{task}-{number}", task=own, source=task, number=number, **splits)
 
 
 def test_clients_in_turn_call_other_values_positive() -> None:

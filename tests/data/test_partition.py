@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.data.partition import actual_mixes, deal, dirichlet, iid, quantity
+from atlas_fl.data.partition import PARTITIONS, actual_mixes, deal, dirichlet, iid, quantity
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from tests.examples import examples
@@ -44,6 +44,27 @@ def test_quantity_shares_out_the_same_total_with_a_floor() -> None:
     assert sizes.sum() == 1600
     assert sizes.min() >= 20
     assert sizes.max() > 400
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [("linear", [10, 20, 30, 40]), ("square", [10, 40, 90, 160]), ("exponential", [9.8, 26.7, 72.6, 197.4])],
+)
+def test_sizes_grow_by_the_number_of_the_client(partition: str, expected: list[float]) -> None:
+    """Four clients of 302, 302 and 308.5 rows in all: two rows each, and the rest in the proportion of k, k^2, e^k."""
+    samples = int(sum(expected) / 4) + 2
+    mixes, sizes = PARTITIONS[partition](PRIOR, 4, samples, 0.5, generator(0))
+    assert sizes.sum() == 4 * samples
+    assert sizes - 2 == pytest.approx(np.asarray(expected) * 4 * (samples - 2) / sum(expected), abs=1)
+    assert mixes.tolist() == [PRIOR.tolist()] * 4
+
+
+def test_two_shards_of_sorted_rows_a_client_by_hand() -> None:
+    """Classes of 1/2, 1/4, 1/4 in four shards are 0, 0, 1, 2: a client has two of them, and together all."""
+    mixes, sizes = PARTITIONS["shard"](np.asarray([2.0, 1.0, 1.0]), 2, 8, 0.5, generator(3))
+    assert sizes.tolist() == [8, 8]
+    assert mixes.sum(axis=0) == pytest.approx([1, 0.5, 0.5])
+    assert set(np.round(mixes.ravel(), 6)) <= {0.0, 0.5, 1.0}
 
 
 def test_two_classes_even_where_the_mix_has_one() -> None:

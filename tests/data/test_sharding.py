@@ -186,5 +186,5 @@ def test_other_partitions_deal_a_whole_split_too(partition: str) -> None:
 def test_settings_that_do_not_fit_are_one_line() -> None:
     with pytest.raises(DataError, match=r"test of task 'toy': the classes have too few rows .* \(--test-samples\)"):
         make(partition="classes", classes_per_client=1, samples=30, validation_samples=5, test_samples=30)
-    with pytest.raises(DataError, match=r"200 train rows and 101 clients need 202 \(--samples\); lower"):
+    with pytest.raises(DataError, match=r"200 train rows and 101 clients need 202 \(--clients-per-task\); lower"):
         make(clients_per_task=101, **WHOLE)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
-from atlas_fl.config.presets import find_preset, presets, turn_dial
+from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_data
 from atlas_fl.config.settings import Setting, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
@@ -254,6 +254,10 @@ def base_config(groups: Sequence[Words], *, implied: Mapping[str, Any] = Mapping
         )
     base = find_preset(named or written or DEFAULT_PRESET, dial=values.get("dial"))
     config = replace_settings({**implied, **values}, base=base)
+    rows = [word for group in groups if group.flag == "--task" for word in group.values]
+    tasks = [word for group in groups if group.flag == "--tasks" for word in group.values]
+    said = {*values, *(group.flag[2:].replace("-", "_") for group in groups)}
+    config = with_own_data(config, rows or values.get("task", ()), tasks=tasks or values.get("tasks"), said=said)
     dial = parse_integer(last_value(groups, "--dial") or "")
     return config if dial is None else turn_dial(config, dial)
 

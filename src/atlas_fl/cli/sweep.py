@@ -10,6 +10,7 @@ from atlas_fl.cli.arguments import Words, parse
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import CompareOptions, SearchOptions, SweepOptions
 from atlas_fl.config import Config, validate, with_values
+from atlas_fl.config.presets import federation_name
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
@@ -71,13 +72,13 @@ def sweep(options: SweepOptions) -> int:
         told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
         show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=federation_name(base))
     finished, written = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):
         groups.setdefault(label_of(point), []).append(run.scores)
     described = describe_runs(groups)
-    files = statistics_files({base.run.preset: described})
+    files = statistics_files({federation_name(base): described})
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
     tables = [*method_tables(described.rows), task_table(described.rows)]
@@ -104,7 +105,8 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
         raise ConfigError(
             f"--control is {options.control}, which has one client a task; allowed: a strategy of clients"
         )
-    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
+    federations = dict.fromkeys(federation_name(point.config) for point in points)
+    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(federations))
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
     finished, written = _write_runs(runs, path=path, score=options.score)

@@ -40,6 +40,14 @@ def kinds_of(config: Config) -> Mapping[str, str]:
     return kinds
 
 
+def _own_clients(config: Config) -> str:
+    """`all`, `some` or `none`: tasks whose data name their clients."""
+    from atlas_fl.data.registry import find_tasks
+
+    named = [bool(task.clients) for task in find_tasks(config.data.tasks, config.data.task)]
+    return "all" if all(named) else "some" if any(named) else "none"
+
+
 def _has_images(config: Config) -> bool:
     return "images" in kinds_of(config).values()
 
@@ -70,6 +78,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "needs_one_rank": ("--strategy", _needs_one_rank),
     "uses_clusters": ("--strategy", _uses_clusters),
     "kinds": ("--tasks", lambda config: tuple(kinds_of(config).values())),
+    "own_clients": ("--task", _own_clients),
     "weights": ("--trainable", lambda config: config.trainable(images=_has_images(config))),
     "steps": ("--optimizer", lambda config: config.optimizer(images=_has_images(config))),
     "last_aggregation": ("--rounds", last_aggregation),

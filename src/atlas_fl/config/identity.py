@@ -10,6 +10,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, get_origin
 
+from atlas_fl.config.presets import federation_name
 from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import Mark, item_kind
@@ -63,7 +64,7 @@ def run_folder(config: Config) -> RunFolder:
     """The folder of this config's run: under its `--name`, or under one made from its settings."""
     run = config.run
     name = run.name or run_name(
-        preset=run.preset,
+        preset=federation_name(config),
         strategy=config.mixing.strategy,
         model=config.model.model,
         seed=run.seed,

@@ -5,7 +5,7 @@ amount is settings that fit a user's own tasks as well.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import settings, value_of, with_values
+from atlas_fl.config.settings import replace_settings, settings, value_of, with_values
 from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError, unknown_name
 
@@ -137,3 +137,46 @@ def dial_note(config: Config) -> tuple[str, ...]:
         own = (" ".join([settings()[name].flag, *to_words(value_of(config, name))]) for name in changed)
         line += f"; but here {', '.join(own)}"
     return (line,)
+
+
+OWN_DEVICES = ("laptop_8gb",)
+"""The device of all clients of a user's own data where nobody names one: none is small by its place in the list."""
+_SIZES = ("samples", "validation_samples", "test_samples")
+
+
+def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] | None, said: Collection[str]) -> Config:
+    """A preset's config for a user's own data: these rows of `--task`, and the `tasks` that the user names beside them.
+
+    The preset's tasks go unless the user names some. Where all tasks are the user's own, all clients have one device;
+    where every row names its clients (`client=`), each has all its examples unless the preset limits them. `said` are
+    the settings that the user gives, which stay.
+    """
+    own = {row.partition("=")[0].partition(",")[0] for row in rows}
+    if not own:
+        return config
+    changes: dict[str, Any] = {"tasks": ()} if tasks is None else {}
+    if own.issuperset(tasks or ()):
+        changes["devices"] = OWN_DEVICES
+        if all(",client=" in row for row in rows):
+            limited = presets()[config.run.preset].settings if config.run.preset in presets() else {}
+            changes |= dict.fromkeys(name for name in _SIZES if name not in limited)
+    return replace_settings({name: value for name, value in changes.items() if name not in said}, base=config)
+
+
+def federation_name(config: Config) -> str:
+    """The name of a config's federation: the user's own tasks where it has no others, else its preset.
+
+    A preset with a dial, which makes the user's clients differ, stands behind them.
+
+    >>> federation_name(with_values(Config(), {"tasks": (), "task": ("triage=notes.csv,client=hospital",)}))
+    'triage'
+    """
+    own = [row.partition("=")[0].partition(",")[0] for row in config.data.task]
+    if not own or not set(config.data.tasks) <= set(own):
+        return config.run.preset
+    name = "+".join(own)[:MOST_TITLE]
+    return name if config.run.dial is None else f"{name}-{config.run.preset}"
+
+
+MOST_TITLE = 60
+"""Characters of a federation's name, which is part of the names of files."""

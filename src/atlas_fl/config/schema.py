@@ -33,18 +33,21 @@ class DataConfig:
     """Tasks of the federation (`atlas list tasks`)."""
     task: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Your own csv, json, xlsx or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=,
-    or text= and target= for text that is to be written; sep=, encoding=, missing=, rows= and truncate=; commas between;
-    may be repeated."""
+    or text= and target= for text that is to be written; client= (a column, or `file`) where the data have clients, with
+    split=, order=, group= and least=; labels=a|b for classes that some lack; sep=, encoding=, missing=, rows= and
+    truncate=; commas between; may be repeated."""
     clients_per_task: Annotated[int, Range(least=1, most=10**6), Mark.COMMON] = 3
     """Clients that share each task."""
     samples: Annotated[int | None, Range(least=2), Mark.COMMON] = 200
-    """Training examples of a client; `none` deals out all that there are."""
+    """Training examples of a client, at most; `none` deals out all that there are."""
     validation_samples: Annotated[int | None, Range(least=1)] = 100
-    """Validation examples of a client, or `none`; choices are made on these."""
+    """Validation examples of a client, at most, or `none`; choices are made on these."""
     test_samples: Annotated[int | None, Range(least=1)] = 130
-    """Test examples of a client, or `none`; results are reported on these."""
+    """Test examples of a client, at most, or `none`; results are reported on these."""
     partition: Annotated[str, Mark.COMMON] = "iid"
-    """The way a task's examples fall to its clients: `iid`, `dirichlet`, `quantity`, or that of a plug-in."""
+    """The way a task's examples fall to its clients. By label mixes: `iid`, `dirichlet`, `shard` (two shards of rows
+    sorted by class), `pathological` (`--nc` classes each). By sizes: `quantity` (Dirichlet), `linear`, `square`,
+    `exponential`. `natural`: as client= of `--task` says. Or that of a plug-in."""
     dirichlet_alpha: Annotated[float, Range(above=0, most=1e6), Mark.COMMON] = 0.5
     """Concentration of the Dirichlet partition; smaller is more uneven."""
     client_sizes: Annotated[tuple[int, ...], Range(least=2)] = ()
@@ -288,7 +291,6 @@ class ImagesConfig:
         Form(lambda nc: nc == ALL_CLASSES or (parse_integer(nc) or 0) > 0, "iid, or a number of classes from 1"),
         Mark.COMMON,
         Mark.WORD_OR_NUMBER,
-        Mark.OF_IMAGES,
     ] = ALL_CLASSES
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     validation_share: Annotated[float | None, Range(above=0, below=1), Mark.OF_IMAGES] = None

@@ -80,8 +80,8 @@ def _check_clients(config: Config, *, at_sites: bool) -> None:
                 f"--arrive lets {client} join before round {join_round}, and the run has {config.training.rounds};"
                 " choose an earlier round"
             )
-    tasks = {*data.tasks, *(definition.partition("=")[0] for definition in data.task)}
-    check_cluster_counts(config.clustering, clients=None if at_sites else len(tasks) * data.clients_per_task)
+    if at_sites:
+        check_cluster_counts(config.clustering, clients=None)
 
 
 def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
@@ -113,10 +113,10 @@ def _check_ranks(ranks: RanksConfig) -> None:
 def _registries(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
     """(place, name, known names) of every setting that names an entry of a registry."""
     from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
-    from atlas_fl.data.partition import PARTITIONS
+    from atlas_fl.data.partition import NATURAL, PARTITIONS, PATHOLOGICAL
     from atlas_fl.ranks.allocation import ALLOCATORS
 
-    yield "name in --partition", config.data.partition, PARTITIONS
+    yield "name in --partition", config.data.partition, [*PARTITIONS, NATURAL, PATHOLOGICAL]
     yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS]
     if config.training.trainer != TrainingConfig().trainer:
         yield "name in --trainer", config.training.trainer, registered_names()["trainer"]
@@ -144,6 +144,7 @@ def _check_names(config: Config) -> None:
 
 def _check_tasks(config: Config, *, at_sites: bool) -> None:
     """Raise ConfigError unless the clients of these tasks can share what the settings deal out to them."""
+    from atlas_fl.data.clients import client_names
     from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
     from atlas_fl.data.partition import check_classes
     from atlas_fl.data.registry import find_tasks
@@ -161,7 +162,8 @@ def _check_tasks(config: Config, *, at_sites: bool) -> None:
     )
     if not at_sites:
         names = [task.name for task in tasks]
-        clients = [f"{name}-{index}" for name in names for index in range(data.clients_per_task)]
+        clients = [client for own in client_names(tasks, data.clients_per_task) for client in own]
+        check_cluster_counts(config.clustering, clients=len(clients))
         cut = [joint_name(names)] if data.one_task else names
         check_cut_names(config.split.split, {*cut, *clients, *devices})
     if config.images.nc != ALL_CLASSES:

@@ -1,21 +1,23 @@
 """make_clients: every task's rows dealt out to clients, disjoint; statistics of their sizes and label distributions."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
+from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata, stratified_order
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts, load_task
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import ConfigError, DataError, first_of
 from atlas_fl.params import Split
-from atlas_fl.rng import Seed, generator
+from atlas_fl.rng import Seed, derive_secret, generator
 
 BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`partition.assign_classes`)."""
@@ -52,7 +54,7 @@ class ClientData:
     """Data of one client."""
 
     name: str
-    """`<task>-<number>`."""
+    """`<task>-<number>`, or the name that the data have for it."""
     task: Task
     train: Examples
     validation: Examples
@@ -60,13 +62,17 @@ class ClientData:
     left_out: int = 0
     """Rows that its task was given and nobody has (`TaskData.left_out`)."""
     notes: tuple[str, ...] = ()
-    """Remarks on the files of its task (`TaskData.notes`)."""
+    """Lines on the data of its task."""
     concept: Concept = Concept()
     """Concept that made its labels of those that its task has (`data.heterogeneity`)."""
     given: Labels | None = None
     """The labels of its training rows before that; None where nobody's were changed."""
     own_rows: int | None = None
     """Training rows of its own source, where its task has several."""
+    source: str = ""
+    """The task, or the source of one, that its rows come from."""
+    number: int = 0
+    """Its number among the clients of that."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:
@@ -111,12 +117,12 @@ def majority(rows: Examples) -> float | None:
     return float(np.bincount(rows.label).max() / len(rows))
 
 
-def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
-    """A line for each task of which files were left out, and for each of which rows were left out by cleaning."""
-    lines = []
+def data_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
+    """Lines on the data of each task, such as files and rows that were left out."""
+    lines: list[str] = []
     for name, members in _by_task(clients).items():
-        count = max(client.left_out for client in members)
         lines += [f"{name}: {note}" for note in dict.fromkeys(note for client in members for note in client.notes)]
+        count = max(client.left_out for client in members)
         if count:
             lines.append(f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits")
     return tuple(lines)
@@ -137,10 +143,14 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     classes_per_client: int | None = None,
     client_sizes: Sequence[int] = (),
     test_mix: str = OWN,
+    secrets: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[ClientData, ...]:
     """`clients_per_task` clients of every task, in the order of the tasks; no row is given to two of them.
 
-    A split without a number of samples is dealt out whole, in parts of the same size or one more. A client's validation
+    A task whose data name their clients has these, each with its own rows in their order; where there are more than the
+    number of samples, these are drawn, by the client's secret where there is one.
+    Otherwise a split without a number of samples, or with too few rows for it, is dealt out whole, in parts of the same
+    size or one more. A client's validation
     and test rows come in the class mix of its training rows; with the partition `classes` it has rows of exactly
     `classes_per_client` classes, in all its splits. `client_sizes` are the training rows of the clients of a task in
     turn, in the place of `samples`; with `test_mix` as `task` test rows come in the mix of the task, as `balanced` in
@@ -157,28 +167,137 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     if partition != BY_CLASSES:
         deal_rows = partial(_deal_by_partition, partition=partition, alpha=dirichlet_alpha, client_sizes=client_sizes)
     clients: list[ClientData] = []
-    for task in tasks:
+    for task, names in zip(tasks, client_names(tasks, clients_per_task), strict=True):
         data = load_task(task, source)
-        _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
-        own_mix: Sizes = {split: size for split, size in sizes.items() if split != "test" or test_mix == OWN}
+        if data.clients:
+            clients += own_clients(task, data.clients, sizes, names=names, seed=seed, secrets=secrets, notes=data.notes)
+            continue
+        _check_room(task, data, clients_per_task, client_sizes=client_sizes)
+        task_sizes, notes = _sizes_at_most(data, clients_per_task, sizes, sized=bool(client_sizes))
+        own_mix: Sizes = {split: size for split, size in task_sizes.items() if split != "test" or test_mix == OWN}
         parts = deal_rows(task, data, clients_per_task, own_mix, seed=seed)
         if test_mix != OWN:
-            each = _sizes(sizes["test"], len(data.test), clients_per_task)
+            each = _sizes(task_sizes["test"], len(data.test), clients_per_task)
             parts["test"] = _deal_test(task, data, each, test_mix, rng=generator(seed, "deal", task.name, "test"))
         clients += [
             ClientData(
-                name=f"{task.name}-{number}",
+                name=names[number],
                 task=task,
                 train=data.train.take(parts["train"][number]),
                 validation=data.validation.take(parts["validation"][number]),
                 test=data.test.take(parts["test"][number]),
                 left_out=data.left_out,
-                notes=data.notes,
+                source=task.name,
+                number=number,
+                notes=(*data.notes, *notes),
             )
             for number in range(clients_per_task)
         ]
         check_no_leak({split: rows.take(np.concatenate(parts[split])) for split, rows in data.splits.items()})
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
+
+
+def client_names(tasks: Sequence[Task], clients_per_task: int) -> tuple[tuple[str, ...], ...]:
+    """The names of the clients of each task; those that the data name get the task's name before theirs where two
+    tasks have one name.
+    """
+    names = [task.clients or tuple(f"{task.name}-{index}" for index in range(clients_per_task)) for task in tasks]
+    count = Counter(name.casefold() for of_task in names for name in of_task)
+    if max(count.values(), default=1) == 1:
+        return tuple(names)
+    return tuple(
+        tuple(f"{task.name}-{name}" for name in of_task) if task.clients else of_task
+        for task, of_task in zip(tasks, names, strict=True)
+    )
+
+
+def own_clients(
+    task: Task,
+    datas: Sequence[TaskData],
+    sizes: Sizes,
+    *,
+    names: Sequence[str],
+    seed: Seed,
+    secrets: Mapping[str, bytes],
+    notes: Sequence[str] = (),
+) -> list[ClientData]:
+    """Clients with these rows each, in their order; of more than `sizes` say, so many are drawn."""
+    clients = []
+    notes = [*notes, *_limit_notes(datas, sizes)]
+    for number, (name, data) in enumerate(zip(names, datas, strict=True)):
+        rows_seed: Seed = derive_secret(secrets[name], "rows") if name in secrets else seed
+        rows = {
+            split: _at_most(given, sizes[split], rng=generator(rows_seed, "deal", task.name, name, split))
+            for split, given in data.splits.items()
+        }
+        clients.append(
+            ClientData(
+                name=name,
+                task=task,
+                train=rows["train"],
+                validation=rows["validation"],
+                test=rows["test"],
+                left_out=data.left_out,
+                source=task.name,
+                number=number,
+                notes=tuple(notes),
+            )
+        )
+    return clients
+
+
+def site_client(
+    task: Task, source: Source, sizes: Sizes, *, name: str, secret: bytes, shuffle_labels: bool
+) -> ClientData:
+    """The client that a site is: all rows of its task, or those that the data have for a client of its name.
+
+    Of more than `sizes` say, its secret draws so many.
+
+    Raises:
+        DataError: the data name clients, and none of them so.
+    """
+    data = load_task(task, source)
+    if data.clients and name not in task.clients:
+        raise DataError(
+            f"task {task.name!r} has the clients {first_of(task.clients)} and none called {name!r}, as this site is;"
+            " leave client= out where all rows are its own, or use that client's certificate"
+        )
+    own = data.clients[task.clients.index(name)] if data.clients else data
+    (client,) = own_clients(task, [own], sizes, names=[name], seed=0, secrets={name: secret}, notes=data.notes)
+    return _with_shuffled_labels(client, derive_secret(secret, "rows")) if shuffle_labels else client
+
+
+def _at_most(rows: Examples, size: int | None, *, rng: np.random.Generator) -> Examples:
+    """So many rows, or all that there are, in their order, of every class about its share."""
+    return rows if size is None or len(rows) <= size else rows.take(np.sort(stratified_order(rows.label, rng)[:size]))
+
+
+def _limit_notes(datas: Sequence[TaskData], sizes: Sizes) -> list[str]:
+    lines = []
+    for split, size in sizes.items():
+        more = sum(size is not None and len(data.splits[split]) > size for data in datas)
+        if more:
+            lines.append(
+                f"{more} of {len(datas)} clients have more than {size:,} {split} examples, and this many"
+                f" of them are taken ({_FLAGS[split]})"
+            )
+    return lines
+
+
+def _sizes_at_most(data: TaskData, num_clients: int, sizes: Sizes, *, sized: bool) -> tuple[Sizes, tuple[str, ...]]:
+    """The sizes that the rows suffice for, None where all are dealt out, and a note on each split with fewer."""
+    at_most: dict[Split, int | None] = dict(sizes)
+    notes = []
+    for split, rows in data.splits.items():
+        size = sizes[split]
+        if size is not None and num_clients * size > len(rows) and not (split == "train" and sized):
+            at_most[split] = None
+            each = _span(_spread(len(rows), num_clients).tolist())
+            notes.append(
+                f"a client gets {each} {split} examples and not {size:,} ({_FLAGS[split]}), since there"
+                f" are {len(rows):,} for {num_clients}"
+            )
+    return at_most, tuple(notes)
 
 
 def _deal_by_partition(
@@ -261,18 +380,15 @@ def _deal_by_classes(
     return parts
 
 
-def _check_room(
-    task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, client_sizes: Sequence[int] = ()
-) -> None:
+def _check_room(task: Task, data: TaskData, num_clients: int, *, client_sizes: Sequence[int] = ()) -> None:
     for split, rows in data.splits.items():
-        size = sizes[split] or _LEAST[split]
-        needed, flag = num_clients * size, _FLAGS[split]
+        needed, flag = num_clients * _LEAST[split], "--clients-per-task"
         if split == "train" and client_sizes:
             needed, flag = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum()), "--client-sizes"
         if needed > len(rows):
             raise DataError(
                 f"task {task.name!r} has {len(rows)} {split} rows and {num_clients} clients need {needed} ({flag});"
-                f" lower --clients-per-task{'' if sizes[split] is None else f' or {flag}'}, or add rows"
+                f" lower --clients-per-task{' or --client-sizes' if client_sizes else ''}, or add rows"
             )
 
 

@@ -54,7 +54,7 @@ def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tupl
     Raises:
         ConfigError: a cut leaves a client without rows of both classes to train on.
     """
-    return tuple(_cut_values(client, cuts[_number(client) % len(cuts)]) for client in clients)
+    return tuple(_cut_values(client, cuts[client.number % len(cuts)]) for client in clients)
 
 
 def _cut_values(client: ClientData, cut: float) -> ClientData:
@@ -85,11 +85,11 @@ def flip_classes(clients: Sequence[ClientData], share: float) -> tuple[ClientDat
     """
     if share == 0:
         return tuple(clients)
-    count = Counter(_source(client) for client in clients)
+    count = Counter(client.source for client in clients)
     flipped = []
     for client in clients:
-        num_clients = count[_source(client)]
-        is_flipped = _number(client) >= num_clients - _num_of(share, num_clients)
+        num_clients = count[client.source]
+        is_flipped = client.number >= num_clients - _num_of(share, num_clients)
         given = client.train.label if client.given is None else client.given
         concept = replace(client.concept, flipped=is_flipped)
         flipped.append(replace(_relabel(client, Concept(flipped=is_flipped)), concept=concept, given=given))
@@ -149,7 +149,7 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
         ConfigError: the tasks have other classes than each other, or clients of other numbers or sizes.
         DataError: a text is in one split of a source and in another one of the next (`separate_sources`).
     """
-    by_source = list(group_by(clients, _source).values())
+    by_source = list(group_by(clients, lambda client: client.source).values())
     sources = [members[0].task for members in by_source]
     task, left_out = common_task(sources), sum(members[0].left_out for members in by_source)
     merged = [replace(client, task=task, left_out=left_out, own_rows=len(client.train)) for client in clients]
@@ -161,14 +161,14 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
 
 
 def _check_equal_sizes(clients: Sequence[ClientData], *, num_sources: int) -> None:
-    kinds = {(_number(client), *map(len, client.splits.values())) for client in clients}
+    kinds = {(client.number, *map(len, client.splits.values())) for client in clients}
     if len(kinds) * num_sources != len(clients):
         raise ConfigError("--own-share exchanges rows one for one, and sources have other sizes; set --samples for all")
 
 
 def _exchange_rows(client: ClientData, by_source: Sequence[Sequence[ClientData]], own_share: float) -> ClientData:
-    own = [_source(members[0]) for members in by_source].index(_source(client))
-    peers = [next(peer for peer in members if _number(peer) == _number(client)) for members in by_source]
+    own = [members[0].source for members in by_source].index(client.source)
+    peers = [next(peer for peer in members if peer.number == client.number) for members in by_source]
     exchanged = client.with_splits(
         lambda split: _exchange([peer.splits[split] for peer in peers], own, own_share),
     )
@@ -206,16 +206,6 @@ def common_task(sources: Sequence[Task]) -> Task:
         max_length=max(task.max_length for task in sources),
         note=f"one task from {len(sources)} sources",
     )
-
-
-def _source(client: ClientData) -> str:
-    """The task, or the source of one, that a client of a simulation has its name of."""
-    return client.name.rpartition("-")[0]
-
-
-def _number(client: ClientData) -> int:
-    """The number of a client of a simulation among those of its task, or source."""
-    return int(client.name.rpartition("-")[2])
 
 
 def heterogeneity_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:

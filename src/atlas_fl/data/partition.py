@@ -1,4 +1,4 @@
-"""Partitions of a task's rows among clients: iid, Dirichlet label skew, by quantity, N_c classes; mixes of test rows.
+"""Partitions of a task's rows among clients: by label mixes, by sizes, by N_c classes; mixes of test rows.
 
 A partition says two things of every client: how many rows it gets and in which mix of classes. `deal` then hands out
 distinct rows that come as near to this as the rows there are allow.
@@ -57,7 +57,50 @@ def quantity(
     return np.tile(prior, (num_clients, 1)), min(least, samples) + _round_randomly(shares, rng)
 
 
-PARTITIONS: dict[str, Partition] = {"iid": iid, "dirichlet": dirichlet, "quantity": quantity}
+def shard(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Every client has `samples` rows of two shards: rows sorted by class are cut into two equal ones for each client.
+
+    H. B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
+    """
+    del alpha
+    ends = np.cumsum(prior) / prior.sum()
+    cuts = np.linspace(0, 1, 2 * num_clients + 1)
+    # overlap of every shard with the stretch of every class
+    stretches = np.minimum(cuts[1:, None], ends) - np.maximum(cuts[:-1, None], ends - prior / prior.sum())
+    shards = np.maximum(stretches, 0)[rng.permutation(2 * num_clients)]
+    mixes = shards[:num_clients] + shards[num_clients:]
+    return mixes / mixes.sum(axis=1, keepdims=True), np.full(num_clients, samples)
+
+
+def _sized(weights: Callable[[Array], Array], formula: str) -> Partition:
+    """The partition in the task's own mix whose sizes are in the proportion of these weights of 1, 2, .. clients."""
+
+    def partition(
+        prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
+    ) -> tuple[Array, Array]:
+        del alpha
+        share = weights(np.arange(1.0, num_clients + 1))
+        least = min(2, samples)
+        spare = share / share.sum() * num_clients * (samples - least)
+        return np.tile(prior, (num_clients, 1)), least + _round_randomly(spare, rng)
+
+    partition.__doc__ = f"The task's own mix; client k has rows in the proportion of {formula}, two at the least."
+    return partition
+
+
+PARTITIONS: dict[str, Partition] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "quantity": quantity,
+    "shard": shard,
+    "linear": _sized(lambda number: number, "k"),
+    "square": _sized(np.square, "k^2"),
+    "exponential": _sized(lambda number: np.exp(number - number[-1]), "e^k"),
+}
+
+NATURAL, PATHOLOGICAL = "natural", "pathological"
+"""Partitions that draw no mixes and sizes: the data name their clients (`data.own_clients`), or every client has rows
+of as many classes as `--nc` says (`deal_classes`)."""
 
 
 def deal(

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from sys import getsizeof
@@ -69,7 +70,46 @@ def _number_fault(value: Any) -> str:
         return _class_fault(value) or _NO_NUMBER
 
 
-CHECKS: dict[str, Callable[[Any], str]] = {"text": _text_fault, "class": _class_fault, "number": _number_fault}
+def split_of(value: Any) -> str | None:
+    """The split that a cell names, in any case; None where it names none."""
+    word = str(value).strip().lower()
+    return next((split for split, known in SPLITS.items() if word in known), None)
+
+
+def time_of(value: Any) -> float | None:
+    """The time of a cell: a number as it is, an ISO date as seconds, without a zone; None where it has none."""
+    try:
+        number = float(value)
+        return number if math.isfinite(number) else None
+    except (OverflowError, TypeError, ValueError):
+        pass
+    try:
+        moment = datetime.fromisoformat(str(value).strip())
+    except ValueError:
+        return None
+    # no machine's own zone decides
+    return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+
+
+def _split_fault(value: Any) -> str:
+    return _text_fault(value) or (
+        "" if split_of(value) else "no split such as train, validation, valid, val, dev or test"
+    )
+
+
+def _time_fault(value: Any) -> str:
+    if time_of(value) is not None:
+        return ""
+    return _class_fault(value) or "no number and no date such as 2026-03-31 or 2026-03-31T08:15"
+
+
+CHECKS: dict[str, Callable[[Any], str]] = {
+    "text": _text_fault,
+    "class": _class_fault,
+    "number": _number_fault,
+    "split": _split_fault,
+    "time": _time_fault,
+}
 """By kind of column, what a value is that may not be in it; empty for one that may. A class is not called as programs
 call a missing value."""
 
@@ -291,10 +331,11 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return tuple(str(value) for value in column(table, name, origin=origin))
 
 
-def from_datasets(data: Mapping[str, Any]) -> dict[str, Table]:
-    """Tables of a `datasets.DatasetDict` by split."""
-    items = {split: _dataset_items(rows, Reading()) for split, rows in _by_split(data).items()}
-    return {split: _choose({split: rows}, Reading())[0] for split, rows in items.items()}
+def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict` by split; with the names of its classes, or their numbers."""
+    reading = Reading(class_names=class_names)
+    items = {split: _dataset_items(rows, reading) for split, rows in _by_split(data).items()}
+    return {split: _choose({split: rows}, reading)[0] for split, rows in items.items()}
 
 
 def _by_split(data: Mapping[str, Any]) -> dict[str, Any]:

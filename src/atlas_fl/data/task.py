@@ -106,8 +106,12 @@ class TaskData:
     test: Examples
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
+    clients: tuple["TaskData", ...] = ()
+    """The splits of every client, where the data name their clients (`data.own_clients`); else they are dealt out."""
+    words: tuple[str, ...] = ()
+    """The words that the data have for these clients."""
     notes: tuple[str, ...] = ()
-    """Remarks on the files: those that were left out, rows that were skipped, an encoding that was guessed."""
+    """Remarks on the data: files that were left out, rows that were skipped, an encoding that was guessed."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:
@@ -150,6 +154,8 @@ class Task:
     """The class that f1, precision and recall are of; by default class 1 of two, and of more the mean over classes."""
     note: str = ""
     """Note for readers: where the rows come from, how labels and splits were made."""
+    clients: tuple[str, ...] = ()
+    """The names of its clients, where the data name them; else they are numbered."""
     load: Callable[[Source], TaskData]
     """Reads it. Two that are equal read the same: `load_task` keeps what they return."""
     files: Callable[[Source], Sequence[Path]] | None = None

@@ -1,15 +1,19 @@
 """A user's own data as a task (`--task`): a table (`data.tables`), a folder of them, or a folder of images by class."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 
+from atlas_fl.data import own_clients
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
+from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
     METRICS,
@@ -27,7 +31,10 @@ from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.params import TRUNCATIONS, Truncation
 from atlas_fl.storage.folder_access import check_regular
 
-FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,OPTION=VALUE]"
+FORM = (
+    "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,client=COLUMN][,OPTION=VALUE]"
+)
+CLASSES_FORM = "name,labels=CLASS|CLASS|.."
 IMAGE_FORM = "name=path[,size=PIXELS]"
 SHOWN_CLASSES = 10
 _WHOLE_NUMBER = r"-?\d{1,4000}"
@@ -40,43 +47,112 @@ _WIDE = ("I", "F")
 def parse_task(description: str) -> Task:
     """The task of `name=path,text=..,pair=..,label=..,metric=..`, or of `name=path,text=..,target=..`, read from disk.
 
-    Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. With target= there
+    Labels are words or whole numbers, numbered in sorted order, or those of labels= in theirs; with metric=pearson they
+    are values. With target= there
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`cleaning.split_rows`); a folder with train, validation and test files keeps its own
-    (`cleaning.arrange`). A folder of images by class is read by `folder_task`.
+    (`cleaning.arrange`); client=, split=, order= and group= say otherwise (`data.own_clients`). A folder of images by
+    class is read by `folder_task`. A name with labels= alone has classes and no data, which lie at sites.
     The file or folder is read once for as long as it does not change (`task.read_once`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, options = _parse_description(description)
+    if path is None:
+        return _classes_task(name, options)
     if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
         return folder_task(name, path, options)
     columns = _columns(name, options)
-    data, names = read_once(_read_task, name, path, columns, *READERS.values(), files=(path,))
+    sources = own_clients.find_sources(path, columns.dealing, name=name)
+    args = (name, tuple(sources.items()), columns, *READERS.values())
+    data, names = read_once(_read_task, *args, files=sources.values())
+    prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
+    clients = own_clients.name_clients(data.words, prefix=prefix)
+    data = replace(data, notes=(*own_clients.name_notes(data.words, clients), *data.notes))
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
         metric=columns.metric,
         truncate=columns.truncate,
         label_names=names,
-        positive=_positive(names, columns, path),
+        positive=_positive(names, columns, str(path)),
         note=f"your own: {path}",
+        clients=clients,
         load=lambda _: data,
     )
 
 
-def _parse_description(description: str) -> tuple[str, Path, dict[str, str]]:
+def _classes_task(name: str, options: Mapping[str, str]) -> Task:
+    """A task of which the classes are known here and the data lie at sites (`atlas serve`)."""
+    columns = _columns(name, options)
+    if not columns.labels or options.keys() - {"labels", "metric"}:
+        raise ConfigError(f"task {name!r} names no file; write {FORM}, or {CLASSES_FORM} where sites have the data")
+
+    def load(_: Source) -> TaskData:
+        raise ConfigError(
+            f"task {name!r} names classes and no file, which is for `atlas serve`; give it a file: {FORM}"
+        )
+
+    return Task(
+        name=name,
+        num_labels=len(columns.labels),
+        metric=columns.metric,
+        label_names=columns.labels,
+        positive=_positive(columns.labels, columns, "labels="),
+        note="your own: at the sites",
+        load=load,
+    )
+
+
+def split_description(description: str) -> tuple[str, str, dict[str, str]]:
+    """Name, path and options of a description, whose path is empty where it names classes alone.
+
+    >>> split_description("triage=notes,old.csv,label=urgency")
+    ('triage', 'notes,old.csv', {'label': 'urgency'})
+
+    Raises:
+        ConfigError: it is of another form.
+    """
     # A comma that no `word=` follows belongs to the path.
     first, *rest = re.split(r",(?=\w+=)", description)
     name, equals, path = first.partition("=")
-    if not equals or not path or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+    options = dict(option.split("=", 1) for option in rest)
+    if bool(equals) != bool(path) or not (equals or options) or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
         raise ConfigError(
             f"task {description!r} is not of the form {FORM}, or {IMAGE_FORM} for images;"
             " a name is letters, digits, '_', '.', '-'"
         )
-    options = dict(option.split("=", 1) for option in rest)
     if len(options) < len(rest) or not all(options.values()):
         raise ConfigError(f"task {description!r} gives an option twice or without a value; the form is {FORM}")
-    return name, Path(path).expanduser(), options
+    return name, path, options
+
+
+def _parse_description(description: str) -> tuple[str, Path | None, dict[str, str]]:
+    name, path, options = split_description(description)
+    return name, Path(path).expanduser() if path else None, options
+
+
+def with_labels(description: str, classes: Sequence[str]) -> str:
+    """The description with these classes in labels=, unless it has its own, has no classes, or names no file.
+
+    >>> with_labels("triage=notes.csv,label=urgency", ["low", "a|b"])
+    'triage=notes.csv,label=urgency,labels=low|a%7Cb'
+    """
+    _, path, options = split_description(description) if "=" in description else ("", "", {})
+    has_own = {"labels", "target"} & options.keys() or options.get("metric") == "pearson"
+    if not (path and classes) or has_own:
+        return description
+    # what would end a name in a description is written as in URLs
+    return f"{description},labels=" + "|".join(quote(name, safe=" :;()[]{}/'!?*+&<>=") for name in classes)
+
+
+def _declared_classes(name: str, text: str) -> tuple[str, ...]:
+    words = [unquote(word) for word in text.split("|")]
+    names = tuple(map(_word, words))
+    if len(set(names)) < max(2, len(names)) or not all(names):
+        raise ConfigError(
+            f"labels={short_repr(text)} of task {name!r} declares no two different classes; write labels=low|mid|high"
+        )
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +173,9 @@ class Columns:
     missing: Missing = "error"
     rows: str | None = None
     """Most rows that are drawn of each split."""
+    labels: tuple[str, ...] = ()
+    """Classes, in their order; those of the data where nobody declares them."""
+    dealing: Dealing = field(default_factory=Dealing)
 
     @property
     def has_classes(self) -> bool:
@@ -112,7 +191,7 @@ class Columns:
             kinds[self.label] = "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
         return Reading(
-            columns=tuple(kinds.items()),
+            columns=(*kinds.items(), *(entry for entry in self.dealing.kinds if entry[0] not in kinds)),
             sep=SEPARATORS.get(self.sep or "", self.sep),
             encoding=self.encoding,
             missing=self.missing,
@@ -122,7 +201,10 @@ class Columns:
         )
 
 
-_OPTIONS = tuple(option.name for option in fields(Columns) if option.name != "positive")
+_OPTIONS = (
+    *(option.name for option in fields(Columns) if option.name not in ("positive", "dealing")),
+    *own_clients.OPTIONS,
+)
 _CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": MISSING}
 
 
@@ -132,7 +214,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             raise unknown_name("task option", key, _OPTIONS)
         if value not in _CHOICES.get(key, (value,)):
             raise unknown_name(key, value, _CHOICES[key])
-    if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
+    if "target" in options and (others := sorted({"pair", "label", "labels", "metric"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
@@ -144,7 +226,22 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
         raise ConfigError(
             f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"
         )
-    columns = Columns(**{**options, "metric": metric}, positive=positive or None)
+    own = {key: value for key, value in options.items() if key in own_clients.OPTIONS}
+    labels = _declared_classes(name, options["labels"]) if "labels" in options else ()
+    if labels and metric == "pearson":
+        raise ConfigError(
+            f"task {name!r} has labels= and metric=pearson, whose labels are values; leave one of them out"
+        )
+    columns = Columns(
+        **{**{key: value for key, value in options.items() if key not in own}, "metric": metric, "labels": labels},
+        positive=positive or None,
+        dealing=own_clients.read_options(name, own),
+    )
+    _check_reading(name, columns)
+    return columns
+
+
+def _check_reading(name: str, columns: Columns) -> None:
     if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
         known = ", ".join(SEPARATORS)
         raise ConfigError(
@@ -157,60 +254,92 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     except (LookupError, UnicodeError, ValueError):
         known = "utf-8, utf-16, cp1252, latin-1, cp1251 or shift_jis"
         raise ConfigError(f"unknown encoding {columns.encoding!r} of task {name!r}; give one such as {known}") from None
-    return columns
 
 
-def _positive(names: Sequence[str], columns: Columns, path: Path) -> int | None:
+def _positive(names: Sequence[str], columns: Columns, origin: str) -> int | None:
     if columns.positive is None:
         return None
     if columns.positive not in names:
         raise DataError(
-            f"metric=f1:{short_repr(columns.positive)[1:-1]} names no class of {path}; it has"
+            f"metric=f1:{short_repr(columns.positive)[1:-1]} names no class of {origin}; it has"
             f" {', '.join(map(repr, names[:SHOWN_CLASSES]))}{', ...' * (len(names) > SHOWN_CLASSES)}"
         )
     return names.index(columns.positive)
 
 
-def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
-    """The splits of a file or folder, by the readers of this process, and the names of the classes."""
-    del readers
-    if path.is_dir():
-        tables, notes = read_folder(path, columns.reading)
-        if not {"train", "all"} & tables.keys():
-            raise DataError(
-                f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
-                " images give a folder of them for each class, or such folders in train and test"
-            )
-    else:
+def _read_tables(path: Path, columns: Columns) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """The tables of a folder by split, or that of a file as `all`, and remarks on them."""
+    if not path.is_dir():
         table, notes = read_rows([path], columns.reading)
-        tables = {"all": table}
+        return {"all": table}, notes
+    tables, notes = read_folder(path, columns.reading)
+    if not {"train", "all"} & tables.keys():
+        raise DataError(
+            f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
+            " images give a folder of them for each class, or such folders in train and test"
+        )
+    return tables, notes
+
+
+def _read_task(
+    name: str, sources: tuple[tuple[str, Path], ...], columns: Columns, *readers: object
+) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of files or folders, by the readers of this process, and the names of the classes."""
+    del readers
+    tables: dict[Part, Table] = {}
+    origins: dict[Part, str] = {}
+    notes: list[str] = []
+    for client, path in sources:
+        of_path, told = _read_tables(path, columns)
+        tables |= {(client, split): table for split, table in of_path.items()}
+        origins |= {(client, split): str(path) if split == "all" else f"{split} of {path}" for split in of_path}
+        notes += [f"{path}: {note}" if len(sources) > 1 else note for note in told]
     names: tuple[str, ...] = ()
     if columns.target is not None:
-        rows = {split: _prompted_rows(table, columns, target=columns.target) for split, table in tables.items()}
+        rows = {part: _prompted_rows(table, columns, target=columns.target) for part, table in tables.items()}
     else:
-        rows, names = _labelled_rows(tables, columns, path=path)
-    data = arrange(rows, name=name, labelled=columns.target is None, label_names=names)
-    return replace(data, notes=notes), names
+        rows, names = _labelled_rows(tables, columns, origins=origins, path=sources[0][1])
+    dealt = own_clients.deal_rows(rows, tables, columns.dealing, name=name)
+    if columns.dealing.client is not None:
+        data = own_clients.arrange_clients(dealt, columns.dealing, name=name)
+    else:
+        # a class that labels= declares may be at other sites
+        held_out = () if columns.labels else names
+        labelled = columns.target is None and not columns.labels
+        data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
+    return replace(data, notes=(*notes, *data.notes)), names
 
 
 def _labelled_rows(
-    tables: Mapping[str, Table], columns: Columns, *, path: Path
-) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """The rows by split, and the names of the classes; none of a regression."""
-    names: tuple[str, ...] = ()
-    if columns.has_classes:
+    tables: Mapping[Part, Table], columns: Columns, *, origins: Mapping[Part, str], path: Path
+) -> tuple[dict[Part, Rows], tuple[str, ...]]:
+    """The rows by file and split, and the names of the classes; none of a regression."""
+    names = columns.labels
+    if columns.has_classes and not names:
         words = [_word(value) for table in tables.values() for value in table[columns.label]]
         names = _class_names(words, columns.label, origin=path)
     numbers = {name: number for number, name in enumerate(names)}
     rows = {}
-    for split, table in tables.items():
+    for part, table in tables.items():
+        if columns.labels:
+            _check_declared(table, columns, origin=origins[part])
         label = np.asarray(
             [numbers[_word(value)] if names else float(value) for value in table[columns.label]],
             dtype=np.int64 if names else np.float32,
         )
         pair = None if columns.pair is None else _texts(table, columns.pair)
-        rows[split] = Rows(text=_texts(table, columns.text), pair=pair, label=label)
+        rows[part] = Rows(text=_texts(table, columns.text), pair=pair, label=label)
     return rows, names
+
+
+def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
+    other = Counter(word for value in table[columns.label] if (word := _word(value)) not in columns.labels)
+    if other:
+        (word, count), *_ = other.most_common()
+        raise DataError(
+            f"{origin} has {short_repr(word)} in column {columns.label!r} ({count:,} rows), which is none of"
+            f" the classes that labels= declares ({', '.join(columns.labels)}); mend the rows, or declare it"
+        )
 
 
 def _prompted_rows(table: Table, columns: Columns, *, target: str) -> Rows:

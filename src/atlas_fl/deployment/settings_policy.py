@@ -5,7 +5,7 @@ job is checked against the settings (`deployment.job_policy`). Settings are boun
 they cost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor, inf, sqrt
@@ -14,14 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from atlas_fl.config import Config, validate
-from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
+from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
+from atlas_fl.data.user_files import split_description, with_labels
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
+from atlas_fl.runtime.protocol.client_metadata import LabelName
+from atlas_fl.runtime.protocol.messages import read
 from atlas_fl.setup.assembly import trainable_of
 from atlas_fl.setup.options import learning_rate_of, strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
@@ -49,6 +52,8 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
         data_dir=chosen.data_dir,
         tasks=() if "=" in task else (task,),
         task=(task,) if "=" in task else (),
+        # who has a whole task deals out nothing
+        partition=config.data.partition if chosen.part is not None else DataConfig().partition,
         devices=() if "=" in device else (device,),
         device=(device,) if "=" in device else (),
     )
@@ -62,6 +67,17 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     here = replace(config, data=data, model=model, images=images, training=training, run=run)
     settings = validate(here, at_sites=True)
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
+
+
+def with_classes_of(task: str, told: object) -> str:
+    """A site's task with the classes that a server tells of one of its name, unless it has classes of its own.
+
+    So a site takes part that has no example of some class; one of a class that the server has not is refused.
+    Raises `ProtocolError` where what is told are no names of classes.
+    """
+    name = split_description(task)[0] if "=" in task else task
+    classes = told.get(name, ()) if isinstance(told, Mapping) else ()
+    return with_labels(task, read(tuple[LabelName, ...], classes, "the classes of the server: "))
 
 
 def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, device: str) -> None:

@@ -15,9 +15,16 @@ from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
-from atlas_fl.data.clients import BY_CLASSES, ClientData, label_statistics, left_out_notes, make_clients
+from atlas_fl.data.clients import (
+    BY_CLASSES,
+    ClientData,
+    Sizes,
+    data_notes,
+    label_statistics,
+    make_clients,
+    site_client,
+)
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.data.task import load_task
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
@@ -28,6 +35,7 @@ from atlas_fl.deployment.settings_policy import (
     most_rounds,
     settings_here,
     what_leaves,
+    with_classes_of,
 )
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
@@ -41,7 +49,6 @@ from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
-from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
@@ -311,6 +318,7 @@ def _work(
     on_event(Note(f"{name} is connected to {joining.address}"))
     on_event(PhaseStarted("loading"))
     settings = _settings_of(link.welcome, joining)
+    joining = replace(joining, task=with_classes_of(joining.task, link.welcome.get("classes")))
     run = config_hash(settings)
     device = read_device(joining.device).name
     if joining.model is None:
@@ -328,7 +336,7 @@ def _work(
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
     sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
-    for line in (*sent, *left_out_notes((client,)), *truncation_notes({name: home.tokens}, home.known)):
+    for line in (*sent, *data_notes((client,)), *truncation_notes({name: home.tokens}, home.known)):
         on_event(Note(line))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
@@ -416,18 +424,23 @@ def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
 def own_client(config: Config, name: str, *, task: str, part: int | None, secret: Path) -> ClientData:
     """This site's rows under its name in the federation.
 
-    A `part` is dealt as in a simulation of the same config. Without one the site has the whole task, up to the config's
-    numbers of rows, which its secret chooses: the same in every run, whatever seed a server names.
+    A `part` is dealt as in a simulation of the same config. Without one the site has the
+    whole task, or the rows that its data have for its name, up to the config's numbers of rows, which its secret
+    chooses: the same in every run, whatever seed a server names.
     """
     client_task = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
     source = source_of(config)
     settings = config.data
-    sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
+    samples: Sizes = {
+        "train": settings.samples,
+        "validation": settings.validation_samples,
+        "test": settings.test_samples,
+    }
     if part is None:
-        data = load_task(client_task, source)
-        have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
-        sizes = {split: have[split] if size is None else min(size, have[split]) for split, size in sizes.items()}
-    elif not 0 <= part < settings.clients_per_task:
+        own_secret = load_or_create_secret(secret)
+        shuffle = settings.shuffle_labels
+        return site_client(client_task, source, samples, name=name, secret=own_secret, shuffle_labels=shuffle)
+    if not 0 <= part < settings.clients_per_task:
         raise ConfigError(
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
@@ -436,14 +449,14 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
     clients = make_clients(
         (client_task,),
         source,
-        clients_per_task=1 if part is None else settings.clients_per_task,
-        samples=sizes["samples"],
-        validation_samples=sizes["validation"],
-        test_samples=sizes["test"],
+        clients_per_task=settings.clients_per_task,
+        samples=settings.samples,
+        validation_samples=settings.validation_samples,
+        test_samples=settings.test_samples,
         partition=BY_CLASSES if by_classes else settings.partition,
         classes_per_client=int(config.images.nc) if by_classes else None,
         dirichlet_alpha=settings.dirichlet_alpha,
-        seed=derive_secret(load_or_create_secret(secret), "rows") if part is None else config.run.seed,
+        seed=config.run.seed,
         shuffle_labels=settings.shuffle_labels,
     )
-    return replace(clients[part or 0], name=name)
+    return replace(clients[part], name=name)

@@ -19,6 +19,7 @@ from atlas_fl.config import (
     to_toml,
     validate,
 )
+from atlas_fl.config.presets import federation_name
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore
 from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
@@ -319,6 +320,7 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
     return summarise(
         run={
             "name": folder.path.name,
+            "federation": federation_name(config),
             "preset": config.run.preset,
             "strategy": config.mixing.strategy,
             "model": config.model.model,

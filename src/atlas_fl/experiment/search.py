@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas_fl.config import Config, identity_settings, pin_mask_file, to_toml, validate, with_values
+from atlas_fl.config.presets import federation_name
 from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import ConfigError
@@ -187,7 +188,7 @@ def _settings_file(base: Config, space: "SearchSpace") -> Path:
     """The file of a search: its name has a digest of all that is searched, so that no two searches share one."""
     searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
     digest = sha256(to_json(searched).encode()).hexdigest()[:8]
-    return Path(base.run.runs_dir) / f"{base.run.name or f'search-{base.run.preset}'}-{digest}.toml"
+    return Path(base.run.runs_dir) / f"{base.run.name or f'search-{federation_name(base)}'}-{digest}.toml"
 
 
 def _propose_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int) -> dict[str, Any]:

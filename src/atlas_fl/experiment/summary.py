@@ -1,6 +1,6 @@
 """The summary of a run, `summary.json`: scores, bytes, seconds, memory and utilisation of devices.
 
-    run        name, preset, strategy, model, seed, config_hash, rounds
+    run        name, federation, preset, strategy, model, seed, config_hash, rounds
     best       the round with the best mean validation score over all clients, and that score
     stopped    with `--patience`, where it ended the run early: after which round
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,

@@ -13,6 +13,7 @@ from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
+from atlas_fl.data.user_files import with_labels
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
@@ -81,7 +82,18 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
             " --one-task"
         )
     run_tasks = config.data.task
-    task = find_tasks((), (description,))[0] if "=" in description else find_tasks((description,), run_tasks)[0]
+    if "=" in description:
+        name = description.partition("=")[0]
+        known = find_tasks(config.data.tasks, run_tasks)
+        classes = next((task.label_names for task in known if task.name == name), ())
+        (task,) = find_tasks((), (with_labels(description, classes),))
+    else:
+        task = find_tasks((description,), run_tasks)[0]
+    if task.clients:
+        raise ConfigError(
+            f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({', '.join(task.clients[:3])}"
+            f"{', ..' if len(task.clients) > 3 else ''}); give a file of its rows alone: --task {task.name}=new.csv"
+        )
     matching = tuple(text for text in run_tasks if text.startswith(f"{task.name}="))
     names = tuple(name for name in config.data.tasks if name == task.name)
     if names or matching:
@@ -101,7 +113,7 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
         shuffle_labels=False,
     )
     number = sum(planned.task == task.name for planned in plan.clients)
-    client = replace(client, name=f"{task.name}-{number}")
+    client = replace(client, name=f"{task.name}-{number}", number=number)
     cuts = config.data.rating_cuts if task.is_regression else ()
     return shift_concepts((client,), cuts)[0] if cuts else client
 

@@ -13,7 +13,7 @@ import numpy as np
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, one_class_notes, shard_notes
+from atlas_fl.data.clients import data_notes, label_statistics, one_class_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -129,7 +129,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         notes=(
             *dial_note(config),
             *paper_notes(config, [client.task for client in assembly.clients], is_full=assembly.is_full),
-            *left_out_notes(assembly.clients),
+            *data_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),
             *one_class_notes(assembly.clients),

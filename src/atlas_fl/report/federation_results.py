@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from atlas_fl.config import Config, differences, identity_settings
-from atlas_fl.config.presets import dial_of, preset_of, presets
+from atlas_fl.config.presets import dial_of, federation_name, preset_of, presets
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
@@ -229,7 +229,7 @@ def _in_order(methods: Mapping[str, Any], control: str) -> dict[str, Any]:
 
 
 def _title(config: Config) -> str:
-    preset = config.run.preset or "settings of a file"
+    preset = federation_name(config) or "settings of a file"
     return preset if config.run.dial is None else f"{preset}, dial {config.run.dial}"
 
 

@@ -16,7 +16,7 @@ from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_to
 from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, ClientData, group_by, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
@@ -168,11 +168,12 @@ def source_of(config: Config) -> Source:
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
     """The tasks of this config, read and dealt out to its clients; raises an `AtlasError` where they do not suffice."""
-    tasks = find_tasks(config.data.tasks, config.data.task)
+    tasks, per_task = find_tasks(config.data.tasks, config.data.task), config.data.clients_per_task
+    named = [name for task, own in zip(tasks, client_names(tasks, per_task)) if task.clients for name in own]
     clients = make_clients(
         separate_sources(tasks) if config.data.one_task else tasks,
         source_of(config),
-        clients_per_task=config.data.clients_per_task,
+        clients_per_task=per_task,
         samples=config.data.samples,
         validation_samples=config.data.validation_samples,
         test_samples=config.data.test_samples,
@@ -183,6 +184,7 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         shuffle_labels=config.data.shuffle_labels,
         client_sizes=config.data.client_sizes,
         test_mix=config.data.test_mix,
+        secrets=_read_secrets(config, () if config.data.centralized else named),
     )
     if config.data.one_task:
         clients = merge_sources(clients, config.data.own_share)
@@ -234,7 +236,7 @@ def assemble(
         trainable=trainable,
         first_adapted=first_adapted_block(config, backbone),
         prefix_cache=_prefix_cache(config, backbone),
-        secrets=_read_secrets(config, clients),
+        secrets=_read_secrets(config, [client.name for client in clients]),
         bf16=config.model.precision == "bf16",
         fp16=config.model.precision == "fp16",
         seed=config.run.seed,
@@ -254,11 +256,11 @@ def assemble(
     )
 
 
-def _read_secrets(config: Config, clients: Sequence[ClientData]) -> dict[str, bytes]:
+def _read_secrets(config: Config, names: Sequence[str]) -> dict[str, bytes]:
     """The secret of every client in the folder of `--secrets`; none without it."""
     if config.run.secrets is None:
         return {}
-    return {client.name: read_secret(secret_file(Path(config.run.secrets), client.name)) for client in clients}
+    return {name: read_secret(secret_file(Path(config.run.secrets), name)) for name in names}
 
 
 def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:

@@ -62,7 +62,8 @@ def run_page(run: Path | str) -> Page:
         ("settings", "Settings, and how to make it again"): _settings(folder),
     }
     words = record.summary.get("run", {})
-    told = [f"{name} {words[name]}" for name in ("preset", "strategy", "model", "seed") if words.get(name) is not None]
+    named = "preset" if words.get("federation") in (None, words.get("preset")) else "federation"
+    told = [f"{name} {words[name]}" for name in (named, "strategy", "model", "seed") if words.get(name) is not None]
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     warnings = [attack_note(record.summary)] if record.summary else [f"This run is not complete. {done}"]
     return Page(

@@ -59,6 +59,8 @@ class ClientManager:
     """One mask holds for the heads of all clients, so that all need as many labels."""
     task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
     """The labels of the tasks that the server knows by itself."""
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The classes of tasks of its user, which it tells sites."""
     check_client: CheckClient | None = None
     clock: Callable[[], float] = time.monotonic
     planned: set[str] | None = None
@@ -83,7 +85,7 @@ class ClientManager:
         self.identity.check(name, hello)
         # it may have been listed after the server was started
         self.clients.setdefault(name, ClientProxy(name, sender=self.new_sender()))
-        return {**vars(self.identity), "settings": self.settings}
+        return {**vars(self.identity), "settings": self.settings, "classes": self.classes}
 
     def on_presence(self, name: str, connected: bool) -> None:
         """Record that this client has connected or disconnected."""

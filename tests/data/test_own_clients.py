@@ -1,0 +1,245 @@
+"""Clients that the data name: by a column, a file or a folder; splits by a column, by time, by groups."""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas_fl.config import Config, validate, with_values
+from atlas_fl.data.clients import ClientData, client_names, data_notes, make_clients, site_client
+from atlas_fl.data.own_clients import cut_groups, name_clients
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.task import Rows, Source
+from atlas_fl.data.user_files import with_labels
+from atlas_fl.errors import ConfigError, DataError
+
+NOWHERE = Source(cache_dir=Path("/nowhere"))
+Row = Mapping[str, object]
+Write = Callable[..., Path]
+
+
+def triage(hospital: str, count: int, classes: str = "abc", **more: object) -> list[Row]:
+    return [
+        {"text": f"note {n} of {hospital}", "label": classes[n % len(classes)], "hospital": hospital, "n": n, **more}
+        for n in range(count)
+    ]
+
+
+def write(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def clients_of(*descriptions: str, samples: int | None = None, **more: object) -> tuple[ClientData, ...]:
+    sizes = {"samples": samples, "validation_samples": None, "test_samples": None, "partition": "iid", "seed": 1}
+    usual = {**sizes, "clients_per_task": 3, "dirichlet_alpha": 0.5, "shuffle_labels": False}
+    return make_clients(find_tasks((), descriptions), NOWHERE, **{**usual, **more})  # type: ignore[arg-type]
+
+
+def texts(rows: object) -> tuple[str, ...]:
+    assert isinstance(rows, Rows)
+    return rows.text
+
+
+def test_a_column_names_the_clients_and_all_rows_are_theirs(tmp_path: Path) -> None:
+    """Of 43 rows 20 train, 10 validate, 13 test; each client's own, in its own mix."""
+    rows = [*triage("St. Mary's", 43), *triage("north", 86, "ab"), *triage("10", 43), *triage("9", 43)]
+    path = write(tmp_path / "notes.csv", [rows[index] for index in np.random.default_rng(0).permutation(len(rows))])
+    clients = clients_of(f"triage={path},client=hospital")
+    assert [(client.name, client.source, client.number) for client in clients] == [
+        ("hospital-9", "triage", 0),
+        ("hospital-10", "triage", 1),
+        ("St.-Mary-s", "triage", 2),
+        ("north", "triage", 3),
+    ]
+    assert [tuple(map(len, client.splits.values())) for client in clients] == [(20, 10, 13)] * 3 + [(40, 20, 26)]
+    words = ("9", "10", "St. Mary's", "north")
+    for client, word in zip(clients, words, strict=True):
+        assert all(text.endswith(f" of {word}") for rows in client.splits.values() for text in texts(rows))
+    assert clients[3].task.label_names == ("a", "b", "c")
+    assert 2 not in clients[3].train.label
+    (note,) = data_notes(clients)
+    assert "names of clients: '9' is hospital-9, '10' is hospital-10, \"St. Mary's\" is St.-Mary-s" in note
+
+
+def test_a_file_or_a_folder_is_a_client_and_keeps_its_splits(tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        write(tmp_path / f"files/{name}.csv", triage(name, 43))
+        for split in ("train", "val", "test"):
+            write(tmp_path / f"folders/{name}/{split}.csv", triage(f"{name}-{split}", 6))
+    for given in (f"{tmp_path}/files", f"{tmp_path}/files/*.csv"):
+        clients = clients_of(f"triage={given},client=file")
+        assert [(client.name, len(client.train)) for client in clients] == [("north", 20), ("south", 20)]
+    for client in clients_of(f"triage={tmp_path}/folders,client=file"):
+        assert [len(rows) for rows in client.splits.values()] == [6, 6, 6]
+        assert all("-val" in text for text in texts(client.validation))
+
+
+def test_a_split_column_is_kept_and_time_tests_on_the_latest(tmp_path: Path) -> None:
+    kept = [{**row, "part": ("train", "train", "dev", "Test")[index % 4]} for index, row in enumerate(triage("a", 40))]
+    (client,) = clients_of(f"t={write(tmp_path / 'kept.csv', kept)},client=hospital,split=part")
+    assert [len(rows) for rows in client.splits.values()] == [20, 10, 10]
+    dates = [{**row, "when": f"2026-{1 + n // 28:02}-{1 + n % 28:02}"} for n, row in enumerate(triage("a", 43))]
+    path = write(tmp_path / "dates.csv", dates[::-1])
+    for order in ("when", "n"):
+        (client,) = clients_of(f"t={path},client=hospital,order={order}")
+        numbers = [[int(text.split()[1]) for text in texts(rows)] for rows in client.splits.values()]
+        assert numbers == [list(range(20)), list(range(20, 30)), list(range(30, 43))]
+
+
+def test_rows_of_one_group_stay_in_one_split(tmp_path: Path) -> None:
+    rows = [{**row, "patient": index // 4} for index, row in enumerate(triage("a", 172))]
+    path = write(tmp_path / "g.csv", rows)
+    (client,) = clients_of(f"t={path},client=hospital,group=patient")
+    patients = [{int(text.split()[1]) // 4 for text in texts(part)} for part in client.splits.values()]
+    assert [len(part) for part in client.splits.values()] == [80, 40, 52]
+    assert sum(map(len, patients)) == len(set.union(*patients)) == 43
+
+
+def test_groups_go_by_their_earliest_row_and_a_large_one_where_its_middle_is() -> None:
+    """The patients 0, 1, 2 begin at times 5, 1, 3; 1 has the first five of ten rows, 2 the next two, 0 the last."""
+    groups = [0, 1, 1, 2, 1, 1, 1, 2, 0, 0]
+    cut = cut_groups(groups, np.asarray([5.0, 1, 1, 3, 1, 1, 1, 3, 5, 6]), name="t")
+    assert {split: rows.tolist() for split, rows in cut.items()} == {
+        "train": [1, 2, 4, 5, 6],
+        "validation": [3, 7],
+        "test": [0, 8, 9],
+    }
+
+
+def test_small_clients_are_left_out_and_limits_are_at_most_with_notes(tmp_path: Path) -> None:
+    rows = [*triage("large", 86), *triage("small", 43), *triage("tiny", 3)]
+    path = write(tmp_path / "t.csv", rows)
+    clients = clients_of(f"t={path},client=hospital,least=10", samples=30)
+    assert [(client.name, len(client.train)) for client in clients] == [("large", 30), ("small", 20)]
+    assert data_notes(clients) == (
+        "t: left out since they have fewer than 10 examples: 1 of 3 clients, tiny (3)",
+        "t: 1 of 2 clients have more than 30 train examples, and this many of them are taken (--samples)",
+    )
+    again = clients_of(f"t={path},client=hospital,least=10", samples=30, secrets={"large": b"x" * 32})
+    assert again[1].digest() == clients[1].digest()
+    assert again[0].digest() != clients[0].digest()
+    (alone,) = find_tasks((), (f"t={write(tmp_path / 'alone.csv', triage('large', 86))},labels=a|b|c",))
+    sizes = {"train": 30, "validation": None, "test": None}
+    at_site = site_client(alone, NOWHERE, sizes, name="large", secret=b"x" * 32, shuffle_labels=False)
+    assert at_site.digest() == again[0].digest()
+
+
+def test_texts_of_two_clients_are_told(tmp_path: Path) -> None:
+    rows = triage("a", 43)
+    both = write(tmp_path / "t.csv", [*rows, *({**row, "hospital": "b"} for row in rows)])
+    split = write(tmp_path / "s.csv", [{**row, "hospital": "ab"[n % 2]} for n, row in enumerate(triage("x", 86))])
+    assert data_notes(clients_of(f"t={both},client=hospital")) == ()  # a text falls into one split at both
+    swapped = [{**row, "part": "train" if n % 2 else "test"} for n, row in enumerate(rows)]
+    other = [{**row, "hospital": "b", "part": "test" if row["part"] == "train" else "train"} for row in swapped]
+    path = write(tmp_path / "u.csv", [*swapped, *other])
+    (note,) = data_notes(clients_of(f"t={path},client=hospital,split=part"))
+    assert note.startswith("t: 35 test texts of a client are training texts of another one")
+    assert data_notes(clients_of(f"t={split},client=hospital")) == ()
+
+
+def test_declared_classes_keep_their_order_and_one_may_be_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", triage("a", 43, "ab"))
+    (task,) = find_tasks((), (with_labels(f"t={path}", ["b", "x|,y=%", "a"]),))
+    assert (task.label_names, task.num_labels) == (("b", "x|,y=%", "a"), 3)
+    assert set(task.load(NOWHERE).train.label.tolist()) == {0, 2}
+    (only,) = find_tasks((), (f"t={write(tmp_path / 'one.csv', triage('a', 43, 'a'))},labels=a|b",))
+    assert set(only.load(NOWHERE).train.label.tolist()) == {0}
+    (named,) = find_tasks((), ("t,labels=low|high",))
+    assert named.label_names == ("low", "high")
+    with pytest.raises(
+        ConfigError, match="task 't' names classes and no file, which is for `atlas serve`; give it a file"
+    ):
+        named.load(NOWHERE)
+
+
+def test_names_are_safe_and_of_one_client_each() -> None:
+    assert name_clients(["Nord", "nord", "a/b", "北", "../x", "3"], prefix="site") == (
+        *("Nord", "nord-2", "a-b", "site-3", "x", "site-3-2"),
+    )
+
+
+def test_two_tasks_with_one_name_put_theirs_before_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [*triage("a", 43), *triage("b", 43)])
+    tasks = find_tasks((), (f"one={path},client=hospital", f"two={path},client=hospital", f"three={path}"))
+    assert client_names(tasks, 1) == (("one-a", "one-b"), ("two-a", "two-b"), ("three-0",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("client=ward", "has no column 'ward'; it has 'text', 'label', 'hospital', 'n'"),
+        (
+            "client=hospital",
+            "client 'tiny': task 't' has no validation and no test rows .* leave small clients out with",
+        ),
+        ("client=hospital,least=many", "least='many' of task 't' is no number of examples"),
+        ("client=hospital,least=99", "no client of task 't' has 99 examples, the most are 43; lower least="),
+        ("least=3", "task 't' has least= without client="),
+        ("client=hospital,least=9,split=label", "no split such as train, validation.* in 'label' .* in row 2, 3, 4"),
+        (
+            "client=hospital,least=9,order=text",
+            "no number and no date such as 2026-03-31.* in 'text' .'note 0 of a'. in row 2",
+        ),
+        ("client=hospital,split=label,order=n", "has split= and order=, which both say what is tested on"),
+        ("client=hospital,least=9,labels=a|b", ".* has 'c' in column 'label' .15 rows., which is none of the classes"),
+        ("labels=a|a", "labels='a|a' of task 't' declares no two different classes"),
+        ("labels=1|2,metric=pearson", "has labels= and metric=pearson"),
+    ],
+)
+def test_what_is_wrong_is_one_line(options: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [*triage("a", 43), *triage("tiny", 3)])
+    with pytest.raises((ConfigError, DataError), match=message) as error:
+        clients_of(f"t={path},{options}")
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_clients_that_are_not_there_or_not_asked_for(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.jsonl"):
+        write(tmp_path / "two" / name, triage("a", 9))
+    with pytest.raises(DataError, match=r"two files in .* are of one client 'a'"):
+        clients_of(f"t={tmp_path}/two,client=file")
+    with pytest.raises(DataError, match=r"there are no files of clients in .*none"):
+        clients_of(f"t={tmp_path}/none/*.csv,client=file")
+    with pytest.raises(ConfigError, match=r"names files by a pattern .*; add client=file"):
+        clients_of(f"t={tmp_path}/two/*.csv")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"clients_per_task": 5}, "client= of --task says who the clients are, and --clients-per-task 5 how many"),
+        ({"partition": "dirichlet"}, "has dealt the examples out, and --partition dirichlet would deal them again"),
+        ({"nc": "2"}, "and --nc 2 would deal them again"),
+        (
+            {"client_sizes": (9,)},
+            "and --client-sizes 9 would deal them again; leave it out or take a preset",
+        ),
+        ({"test_mix": "task"}, "--task says what a client is tested on, and --test-mix task would choose it anew"),
+        ({"one_task": True}, "names the clients of one task, and --one-task makes clients of several sources"),
+        ({"clusters": "4"}, "--clusters is '4'; allowed: auto, oracle, or a number from 1 to 2, the number of clients"),
+    ],
+)
+def test_settings_that_would_deal_the_rows_again_are_refused(values: Row, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [*triage("a", 43), *triage("b", 43)])
+    config = with_values(Config(), {"tasks": (), "task": (f"t={path},client=hospital",)})
+    for allowed in ({"partition": "natural"}, {"flipped_clients": 0.5}, {"split": "a=2", "strategy": "fedavg"}):
+        validate(with_values(config, allowed))
+    with pytest.raises(ConfigError, match=message):
+        validate(with_values(config, values))
+
+
+def test_natural_needs_clients_of_the_data_and_pathological_its_number_of_classes() -> None:
+    for values, message in (
+        ({"partition": "natural"}, "takes the clients that the data name, and a task names none; add client=COLUMN"),
+        ({"partition": "pathological"}, "as many classes as --nc says, which is iid; set --nc to 2, say"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(with_values(Config(), values))
+    validate(with_values(Config(), {"partition": "pathological", "nc": "2", "tasks": "trec"}))

@@ -1,0 +1,131 @@
+"""Three hospitals of one csv: simulated, served to sites, late, placed, exported, resumed."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.main import main
+from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.data.registry import TASKS
+from atlas_fl.data.task import Rows, Source, load_task
+from atlas_fl.errors import ConfigError
+from atlas_fl.planning.place_client import place_client
+from atlas_fl.storage.assets import embedded_dir
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.federation import Federation, adapters
+from tests.runs.finished import FinishedRuns, Make
+from tests.runs.processes import Programs
+from tests.runs.reading import passing_audit
+
+HOSPITALS = {"Mary": (0, 60), "north": (60, 160), "south": (160, 300)}
+COLUMNS = "text=note,label=triage"
+
+
+def write_hospitals(folder: Path) -> None:
+    """Questions of TREC as notes; Mary has none of the rarest class."""
+    data = load_task(TASKS["trec"], Source(cache_dir=embedded_dir())).train
+    assert isinstance(data, Rows)
+    names = TASKS["trec"].label_names
+    rows = [(text, names[label]) for text, label in zip(data.text, data.label.tolist(), strict=True)]
+    by_hospital = {
+        name: [row for row in rows[first:last] if (name, row[1]) != ("Mary", "ABBR")]
+        for name, (first, last) in HOSPITALS.items()
+    }
+    by_hospital["south"] += [row for row in rows[300:] if row[1] == "ABBR"][:9]
+    with (folder / "hospitals.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("note", "triage", "hospital"))
+        table.writerows((*row, name) for name, own in by_hospital.items() for row in own)
+    for name, own in {**by_hospital, "new": [row for row in rows[300:360] if row[1] != "ABBR"]}.items():
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("note", "triage"), *own])
+
+
+@pytest.fixture
+def hospitals(config: Make, tmp_path: Path) -> Callable[..., Config]:
+    write_hospitals(tmp_path)
+    task = f"triage={tmp_path}/hospitals.csv,{COLUMNS},client=hospital"
+    given = {
+        "tasks": (),
+        "task": (task,),
+        "devices": ("laptop_8gb",),
+        "clients_per_task": 3,
+        "rounds": 2,
+        "pack_tokens": 1,
+    }
+    whole = {"samples": "none", "validation_samples": "none", "test_samples": "none"}
+    return lambda **values: with_values(config(), {**given, **whole, **values})
+
+
+@pytest.fixture
+def federation(
+    hospitals: Callable[..., Config], tmp_path: Path, programs: Programs, finished: FinishedRuns
+) -> Iterator[Callable[..., Federation]]:
+    sites = dict.fromkeys(HOSPITALS, "laptop_8gb")
+    yield lambda **values: Federation(hospitals(**values), tmp_path, sites, programs, finished)
+    programs.kill_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "server_task"),
+    [("fedavg", ""), ("atlas", "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM")],
+)
+def test_three_sites_end_with_the_bits_of_one_csv(
+    federation: Callable[..., Federation], strategy: str, server_task: str, tmp_path: Path
+) -> None:
+    """Of a server with the file, and of one that names the classes alone; a site has its own rows, or takes them."""
+    fed = federation(strategy=strategy)
+    if server_task:
+        (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": (server_task,)})))
+    server, port = fed.serve()
+    whole = f"triage=hospitals.csv,{COLUMNS},client=hospital"
+    tasks = {"Mary": whole, **{name: f"triage={name}.csv,{COLUMNS}" for name in ("north", "south")}}
+    sites = [
+        fed.programs.start(
+            *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", task, "--device", "laptop_8gb"),
+            *("--least-examples", "2"),
+            folder=tmp_path,
+        )
+        for name, task in tasks.items()
+    ]
+    assert all(f"the run is complete for {name}" in site.end() for name, site in zip(tasks, sites, strict=True))
+    server.end()
+    fed.is_as_simulated()
+    assert set(adapters(fed.simulated)) == set(HOSPITALS)
+    plans = [read_json(folder.plan) for folder in (RunFolder(fed.simulated), fed.served)]
+    assert plans[0]["data"] == plans[1]["data"]
+    assert [row["labels"]["ABBR"] == 0 for row in plans[0]["data"]] == [True, False, False]
+    passing_audit(fed.served.path)
+
+
+@pytest.mark.slow
+def test_a_class_that_the_server_lacks_is_one_line(federation: Callable[..., Federation], tmp_path: Path) -> None:
+    fed = federation()
+    (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": ("triage,labels=DESC|HUM",)})))
+    server, port = fed.serve()
+    words = ("--certs", "certs/south", "--task", f"triage=south.csv,{COLUMNS}", "--device", "laptop_8gb")
+    said = fed.programs.start("join", f"localhost:{port}", *words, folder=tmp_path).end(code=2)
+    assert "in column 'triage', which is none of the classes that labels= declares (DESC, HUM)" in said
+    server.kill()
+
+
+@pytest.mark.slow
+def test_a_late_hospital_a_newcomer_and_an_export(
+    hospitals: Callable[..., Config], finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished(hospitals(arrive=("Mary=2",), flipped_clients=0.34)).folder
+    passing_audit(run)
+    assert sorted(adapters(run)) == sorted(HOSPITALS)
+    assert main(["export", str(run), "--client", "Mary", "--to", str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported/adapter_model.safetensors").is_file()
+    assert main(["report", str(run)]) == 0
+    assert "triage" in (run / "report.html").read_text()
+    placed = place_client(run, task=f"triage={tmp_path}/new.csv,{COLUMNS}")
+    assert placed.name == "triage-2"
+    for task in ("triage", hospitals().data.task[0]):
+        with pytest.raises(ConfigError, match=r"a newcomer is one client, and task 'triage' names 3 \(Mary, north"):
+            place_client(run, task=task)
