@@ -74,8 +74,8 @@ class Reading:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns."""
-        return tuple(name for name, _ in self.columns)
+        """Names of the columns, each once."""
+        return tuple(dict.fromkeys(name for name, _ in self.columns))
 
 
 Format: TypeAlias = Callable[[BinaryIO, Path, Reading], Iterator[Item]]

@@ -242,7 +242,7 @@ class _Chosen:
             self.counts["empty"] += 1
             return
         chosen = [values.get(name) for name in self.reading.names] or [values]
-        checked = ((CHECKS[kind](value), name, value) for (name, kind), value in zip(self.reading.columns, chosen))
+        checked = ((CHECKS[kind](values.get(name)), name, values.get(name)) for name, kind in self.reading.columns)
         faults = [fault for fault in checked if fault[0]]
         if not faults:
             self._keep((self.counts["fit"], *chosen))

@@ -191,7 +191,7 @@ class Columns:
             kinds[self.label] = "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
         return Reading(
-            columns=(*kinds.items(), *(entry for entry in self.dealing.kinds if entry[0] not in kinds)),
+            columns=(*kinds.items(), *self.dealing.kinds),
             sep=SEPARATORS.get(self.sep or "", self.sep),
             encoding=self.encoding,
             missing=self.missing,
