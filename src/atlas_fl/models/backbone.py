@@ -243,7 +243,8 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     widths = (getattr(config, key, None) for key in ("intermediate_size", "hidden_dim", "n_inner"))
     inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
-    stem_bytes = sum(_num_bytes(backbone.model.get_submodule(name).parameters()) for name in backbone.family.stem)
+    stem = [module for name, module in backbone.model.named_children() if name in backbone.family.stem]
+    stem_bytes = sum(_num_bytes(module.parameters()) for module in stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
@@ -264,9 +265,10 @@ def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedL
     """The input of the first block, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
     model, stem = backbone.model, backbone.family.stem
     inputs = token_inputs(backbone, ids, types, layout)
-    if stem == ("embeddings",):
+    if stem[0] == "embeddings":
         embeddings: Tensor = model.get_submodule("embeddings")(**inputs)[0]
-        return embeddings
+        # ELECTRA has a projection where its embeddings are narrower than its blocks
+        return model.get_submodule(stem[1])(embeddings) if hasattr(model, stem[-1]) and stem[1:] else embeddings
     # A table of tokens, and of positions where they are not rotated into attention.
     tables = zip(stem, (inputs["input_ids"], inputs["position_ids"]))
     tokens: Tensor

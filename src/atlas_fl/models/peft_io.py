@@ -24,7 +24,11 @@ from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
 _ROOT = "base_model.model."
-_QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
+_QUERY_AND_VALUE = {
+    "distilbert": ("q_lin", "v_lin"),
+    "phi3": ("qkv_proj",),
+    **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj")),
+}
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:

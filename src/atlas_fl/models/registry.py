@@ -58,6 +58,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "tanh": torch.tanh,
     "relu": torch.relu,
+    "gelu": nn.functional.gelu,
 }
 
 
@@ -67,7 +68,7 @@ class Dense:
 
     name: str
     """Empty for the one layer of a head that belongs to no stock classifier."""
-    activation: Literal["identity", "tanh", "relu"] = "identity"
+    activation: Literal["identity", "tanh", "relu", "gelu"] = "identity"
     bias: bool = True
 
     @property
@@ -99,7 +100,7 @@ class Family:
     conv1d: bool = False
     """True if its layers hold their weights as (d_in, d_out)."""
     stem: tuple[str, ...] = ("embeddings",)
-    """Modules in front of the blocks: one module of embeddings, or the tables of tokens and positions."""
+    """Modules in front of the blocks: embeddings and what projects them, if anything, or tables of tokens and positions."""
     norm: str | None = None
     """The norm behind the last block."""
     rotary: str | None = None
@@ -163,14 +164,27 @@ FAMILIES: dict[str, Family] = {
             token_types=True,
             after_attention="attention.output",
         ),
+        *(
+            Family(
+                model_type=model_type,
+                prefix="roberta",
+                blocks="encoder.layer",
+                pool="first",
+                head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
+                token_types=True,
+                counts_from_padding=True,
+                after_attention="attention.output",
+            )
+            for model_type in ("roberta", "xlm-roberta")
+        ),
         Family(
-            model_type="roberta",
-            prefix="roberta",
+            model_type="electra",
+            prefix="electra",
             blocks="encoder.layer",
             pool="first",
-            head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
+            head=(Dense(name="classifier.dense", activation="gelu"), Dense(name="classifier.out_proj")),
             token_types=True,
-            counts_from_padding=True,
+            stem=("embeddings", "embeddings_project"),
             after_attention="attention.output",
         ),
         Family(
@@ -201,7 +215,7 @@ FAMILIES: dict[str, Family] = {
                 norm="norm",
                 rotary="rotary_emb",
             )
-            for model_type in ("qwen2", "llama", "mistral")
+            for model_type in ("qwen2", "qwen3", "llama", "mistral", "phi3")
         ),
     )
 }
