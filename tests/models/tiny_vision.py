@@ -21,6 +21,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "dinov2": {**USUAL, "mlp_ratio": 2},
     "dinov2_with_registers": {**USUAL, "mlp_ratio": 2, "num_register_tokens": 3},
     "convnext": {"hidden_sizes": [8, 8, 12, 16], "depths": [1, 1, 1, 1], "image_size": 32},
+    "swin": {
+        "embed_dim": 16,
+        "depths": [1, 2],
+        "num_heads": [2, 4],
+        "image_size": 32,
+        "patch_size": 4,
+        "window_size": 4,
+    },
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
+from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
@@ -25,7 +26,8 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainab
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
-from atlas_fl.models.registry import ModelShape
+from atlas_fl.models.registry import FAMILIES, Family, ModelShape
+from atlas_fl.models.stock import NOTE, positions_of
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
@@ -287,8 +289,33 @@ def backbone_of(
     load_options: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
     if any(task.images for task in tasks):
         adapted = trainable_of(config, tasks) == "lora"
-        return load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
-    return load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
+        backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
+    else:
+        backbone = load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
+    if backbone.family.stock:
+        check_stock(config, backbone.family)
+    return backbone
+
+
+NEEDS_PACKS: Mapping[str, str] = {
+    "split": "cuts a model between two of its blocks",
+    "trainable": "trains all weights",
+    "mask": "masks all weights",
+    "mask_file": "masks all weights",
+    "gradient_checkpointing": "computes single blocks twice",
+}
+"""What the stock path does not do, by setting: its reason. Whatever else there is it does."""
+
+
+def check_stock(config: Config, family: Family) -> None:
+    """Raise `ConfigError` for a setting that needs packs, where the model's architecture has none."""
+    for name, reason in NEEDS_PACKS.items():
+        setting, value = settings()[name], value_of(config, name)
+        if value != setting.default and value != "lora":
+            raise ConfigError(
+                f"{flag_words(setting, value)} {reason}, and {config.model.model!r} ({family.model_type}) runs through"
+                f" the stock path, which does not; leave it out, or choose a model of {', '.join(sorted(FAMILIES))}"
+            )
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
@@ -392,6 +419,11 @@ def tokenise(
             task=task, splits={name: _encode_rows(rows, backbone, limit) for name, rows in splits.items()}
         )
     tokenizer = backbone.tokenizer
+    if backbone.family.seq2seq and any(rows.pair is None for rows in splits.values()):
+        raise ConfigError(
+            f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
+            " follows from a text; set target= beside text=, or choose a model such as gpt2"
+        )
     encoded = {
         name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
         for name, rows in splits.items()
@@ -421,9 +453,11 @@ def max_sequence_length(backbone: Backbone) -> int:
 
     Raises `ModelError` for a model with positions for no text.
     """
-    config = backbone.model.config
+    config = backbone.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
+    if backbone.family.stock:
+        positions, unused = positions_of(backbone, positions)
     # A model without positions has no limit of its own.
     length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
     if length < LEAST_LENGTH:
@@ -447,12 +481,12 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line for each task with texts or prompts longer than what is read of them: how many, and how long they are."""
+    """A line where the model runs through the stock path, and one for each task with texts or prompts that are cut."""
     by_task: dict[str, list[EncodedExamples]] = {}
     for tokens in data.values():
         prompts = [prompts.encoded for prompts in tokens.prompts.values()]
         by_task.setdefault(tokens.task.name, []).extend([*tokens.splits.values(), *prompts])
-    lines = []
+    lines = [f"{backbone.name} ({backbone.family.model_type}) {NOTE}"] if backbone.family.stock else []
     for task, parts in by_task.items():
         full = np.concatenate([part.full_lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
         kept = np.concatenate([part.lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
