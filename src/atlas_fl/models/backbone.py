@@ -256,7 +256,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
-        heads=int(getattr(config, "num_attention_heads", 1)),
+        heads=int(np.max(getattr(config, "num_attention_heads", 1))),
         layers=tuple(tuple(layer) for layer in layers),
         tail_bytes=total - sum(block_bytes) - stem_bytes,
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],

@@ -29,8 +29,8 @@ _QUERY_AND_VALUE = {
     "phi3": ("qkv_proj",),
     "modernbert": ("Wqkv",),
     "convnext": ("pwconv1", "pwconv2"),
-    **dict.fromkeys(("albert", "beit", "swin"), ("query", "value")),
-    **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj")),
+    "albert": ("query", "value"),
+    **dict.fromkeys((*VISION_FAMILIES, "beit", "swin"), ("q_proj", "v_proj")),
 }
 
 

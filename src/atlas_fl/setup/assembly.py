@@ -294,6 +294,12 @@ def backbone_of(
         backbone = load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
+        if len({task.writes for task in tasks}) > 1:
+            raise ConfigError(
+                f"some tasks have labels and others text to write, and {name!r} ({backbone.family.model_type}) runs"
+                f" through the stock path, which loads a model for one of both; run them one after the other, or choose"
+                f" a model of {', '.join(sorted(key for key, family in FAMILIES.items() if family.causal))}"
+            )
     return backbone
 
 
