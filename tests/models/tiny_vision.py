@@ -23,11 +23,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "convnext": {"hidden_sizes": [8, 8, 12, 16], "depths": [1, 1, 1, 1], "image_size": 32},
     "swin": {
         "embed_dim": 16,
-        "depths": [1, 2],
+        "depths": [1, 1],
         "num_heads": [2, 4],
-        "image_size": 32,
+        "image_size": 16,
         "patch_size": 4,
-        "window_size": 4,
+        "window_size": 2,
     },
 }
 

@@ -131,9 +131,8 @@ def load(tiny_of: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactor
         if name in PACKED:
             return tiny_of(name).path, tiny_of(name).backbone
         folder = save_stock_folder(tmp_path_factory.mktemp(name), name, writes=kind == "writes")
-        image_size = {"convnext": 32, "swin": 32}.get(name)
-        if image_size:
-            return folder, load_image_backbone(str(folder), image_size=image_size)
+        if name in IMAGES:
+            return folder, load_image_backbone(str(folder), image_size={"convnext": 32, "swin": 16}[name])
         return folder, load_backbone(str(folder), writes=kind == "writes")
 
     return get

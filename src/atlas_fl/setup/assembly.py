@@ -306,11 +306,9 @@ def backbone_of(
 NEEDS_PACKS: Mapping[str, str] = {
     "split": "cuts a model between two of its blocks",
     "trainable": "trains all weights",
-    "mask": "masks all weights",
-    "mask_file": "masks all weights",
     "gradient_checkpointing": "computes single blocks twice",
 }
-"""What the stock path does not do, by setting: its reason. Whatever else there is it does."""
+"""Settings that the stock path cannot follow, with what they do; masks are for whole models alone."""
 
 
 def check_stock(config: Config, family: Family) -> None:
