@@ -33,6 +33,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA),
     "falcon": ("falcon", {**USUAL, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}),
     "t5": ("t5", T5),
+    "mpnet": ("mpnet", USUAL),
+    "camembert": ("camembert", USUAL),
+    "clip_text_model": ("clip_text_model", USUAL),
 }
 """By name, transformers' name of the architecture and its sizes."""
 _TOKENIZERS = dict.fromkeys(("gemma2", "gemma3", "falcon"), "llama") | {"t5": "roberta"}

@@ -306,6 +306,7 @@ IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gated adapters": ("vision-lora", {"strategy": "fedalt", "ranks": "4", "fingerprint_steps": 2}),
     "whole models": ("vision-quick", _WHOLE_IMAGES),
+    "whole models of convolutions": ("vision-quick", {**_WHOLE_IMAGES, "model": "resnet"}),
     "whole models under a mask": ("vision-quick", {**_WHOLE_IMAGES, "mask": "least_sensitive"}),
 }
 

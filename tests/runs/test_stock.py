@@ -4,19 +4,22 @@ Scores, exports and methods are in `tests/runs/test_exports.py`, parity with pla
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.errors import AtlasError, ConfigError, ModelError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.models.stock import NOTE
 from atlas_fl.planning.plan import read_plan
+from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.setup.assembly import NEEDS_PACKS
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.stock_folders import save_stock_folder
+from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
 from tests.runs.federation import SITES, Federations
 from tests.runs.finished import Make
@@ -89,9 +92,42 @@ def test_what_needs_packs_is_refused_in_one_line_and_nothing_is_left(config: Mak
     assert all(f" {name}" in str(caught.value) for name in FAMILIES)
 
 
-def test_an_architecture_without_a_classifier_or_targets_is_refused_in_one_line(config: Make, tmp_path: Path) -> None:
-    from transformers import AutoConfig
+UNSUITED: Mapping[str, tuple[str, str, str]] = {
+    "no classifier": ("clip_text_model", "kind", "transformers has no AutoModelForSequenceClassification or "),
+    "reads both ways": ("camembert", "next", "the architecture 'camembert' reads both ways and cannot write text"),
+    "labels beside texts to write": ("gemma2", "kind next", "some tasks have labels and others text to write, and "),
+    "nothing to write after": ("t5", "free", "task 'free' has texts to write and none to write them after, and "),
+    "PEFT knows no layers": ("mpnet", "kind", "PEFT knows no LoRA targets for 'mpnet'; name them with --targets, or "),
+}
+TABLES: Mapping[str, str] = {
+    "kind": "text=text,label=label",
+    "next": "text=text,target=answer",
+    "free": "text=text,target=text",
+}
 
-    AutoConfig.for_model("clip_text_model").save_pretrained(tmp_path)
-    with pytest.raises(AtlasError, match=r"^transformers has no AutoModelForSequenceClassification or "):
-        run_config(config(model=str(tmp_path)))
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_what_does_not_fit_is_refused_in_one_line(config: Make, tmp_path: Path, name: str) -> None:
+    architecture, tasks, words = UNSUITED[name]
+    rows = [f"w{n} w{n % 7} w{n % 5},{'ab'[n % 2]},w{n % 3}" for n in range(120)]
+    (tmp_path / "table.csv").write_text("\n".join(["text,label,answer", *rows]))
+    save_stock_folder(tmp_path / "model", architecture, writes=tasks != "kind")
+    sources = tuple(f"{task}={tmp_path}/table.csv,{TABLES[task]}" for task in tasks.split())
+    small = config(model=str(tmp_path / "model"))
+    with pytest.raises(AtlasError) as caught:
+        run_config(replace(small, data=replace(small.data, tasks=(), task=sources)))
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_leakage_is_not_measured_on_what_is_not_cut(config: Make, model_of) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\(albert\) runs through the stock path and is not cut; leakage is measured"
+    ):
+        measure_leakage(config(model=model_of("albert")))
+
+
+def test_a_model_of_convolutions_alone_is_refused_with_what_to_do(image_config: Make, tmp_path: Path) -> None:
+    resnet = save_tiny(tmp_path / "resnet", "resnet")
+    with pytest.raises(ModelError, match=r"\(resnet\) has no linear layer in its blocks, .* or --tune whole"):
+        run_config(image_config(model=str(resnet), tune="lora", image_size=32))

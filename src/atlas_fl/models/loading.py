@@ -311,7 +311,8 @@ def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: 
         model = auto.from_config(config, trust_remote_code=False)
         parameters = dict(model.named_parameters())
         assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
-        model.load_state_dict({key: tensors[key].cpu() for key in parameters}, strict=False)
+        stored = [key for key in model.state_dict() if key in tensors]
+        model.load_state_dict({key: tensors[key].cpu() for key in stored}, strict=False)
         with atomic_folder(folder, within=within) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)

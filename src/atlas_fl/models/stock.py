@@ -6,7 +6,7 @@ for the model's own tensors of these names (`PARTS`). A model that writes keeps 
 the logits of the tokens to be written.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,14 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
     images = auto is AutoModelForImageClassification
-    last, parts = ("", dict[str, tuple[int, ...]]()) if writes else _head(name, model)
+    last, parts = ("", dict[str, tuple[int, ...]]()) if writes else head_of(name, model)
     inside = "" if model.base_model is model else f"{model.base_model_prefix}."
     first, *others = _block_lists(name, model)
+    if not any(isinstance(module, nn.Linear | Conv1D) for module in _modules_of(model, (first, *others))):
+        raise ModelError(
+            f"model {name!r} ({config.model_type}) has no linear layer in its blocks, and adapters stand on no other;"
+            " choose another model, or --tune whole where it sees images"
+        )
     if images:  # its backbone is the headless model, and the rest of its head is frozen
         first, others, parts = first.removeprefix(inside), [path.removeprefix(inside) for path in others], {}
     return Family(
@@ -81,7 +86,7 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
     )
 
 
-def _head(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int, ...]]]:
+def head_of(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int, ...]]]:
     """(name of the layer that gives the logits, shapes of the tensors between it and the headless model)."""
     inside = f"{model.base_model_prefix}."
     outputs = [
@@ -96,6 +101,10 @@ def _head(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int, 
     last = outputs[-1]
     shapes = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     return last, {key: shapes[key] for key in shapes if not key.startswith((inside, f"{last}."))}
+
+
+def _modules_of(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
+    return (module for path in paths for module in model.get_submodule(path).modules())
 
 
 def _block_lists(name: str, model: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ from atlas_fl.models.loading import (
     save_stock,
 )
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
-from atlas_fl.models.stock import stock_family
+from atlas_fl.models.stock import head_of, stock_family
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
 
@@ -235,8 +235,11 @@ def save_vision(
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: index for index, name in enumerate(labels)}
+    with torch.device("meta"):
+        last, _ = head_of(vision.name, AutoModelForImageClassification.from_config(config))
     named = {**backbone_weights(vision), **params}
     tensors = {vision.classifier_names[key]: named[key] for key in vision.classifier_names}
-    tensors |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+    tensors |= dict(vision.model.named_buffers())  # such as the means of batches
+    tensors |= {f"{last}.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
     processor = AutoImageProcessor.from_pretrained(vision.source, trust_remote_code=False)
     save_stock(AutoModelForImageClassification, config, tensors, processor, folder, within=within)
