@@ -7,6 +7,7 @@ the logits of the tokens to be written.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def stock_outputs(
         return _written_outputs(model, ids, lengths, targets, padding=padding)
     inputs = {"input_ids": _padded(ids, lengths, padding)}
     inputs["attention_mask"] = _padded(torch.ones_like(ids), lengths, 0)
-    if "token_type_ids" in backbone.tokenizer.model_input_names:
+    if "token_type_ids" in {*backbone.tokenizer.model_input_names} & {*signature(model.forward).parameters}:
         inputs["token_type_ids"] = _padded(types, lengths, 0)
     logits: Tensor = model(**inputs).logits
     if targets is None:
