@@ -26,7 +26,12 @@ from atlas_fl.setup.assembly import assemble
 
 ResultT = TypeVar("ResultT")
 
-SIZES: dict[str, Any] = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+SIZES: dict[str, Any] = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+}
 OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 128},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 64},

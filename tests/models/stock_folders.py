@@ -53,7 +53,7 @@ def save_stock_folder(folder: Path, name: str, *, writes: bool = False) -> Path:
     tokenizer = _tokenizer(_TOKENIZERS.get(name, "bert"))
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos", "cls", "sep")}
     if model_type == "t5":
-        ids["decoder_start_token_id"] = tokenizer.pad_token_id
+        ids["decoder_start_token_id"] = 10  # a word: this small, a model writes again what it has read
     config = AutoConfig.for_model(model_type, **sizes, vocab_size=len(tokenizer), **ids)
     auto = (AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM) if writes else AutoModel
     with torch.random.fork_rng():

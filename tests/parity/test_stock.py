@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from atlas_fl.client.evaluation import evaluate
+from atlas_fl.client.evaluation import evaluate, write
 from atlas_fl.client.job import ClientTokens, Job, Site, initial_params
 from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
@@ -28,7 +28,13 @@ from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
-from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_images, encode_targets
+from atlas_fl.models.tokenization import (
+    EncodedExamples,
+    encode_examples,
+    encode_images,
+    encode_prompts,
+    encode_targets,
+)
 from atlas_fl.models.vision import preprocess
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from tests.conftest import WORDS, Tiny
@@ -150,6 +156,8 @@ def test_training_and_scores_are_those_of_a_plain_loop_of_peft(load, tmp_path: P
     export_adapter(params, tmp_path / "start", family=backbone.family, base=str(folder), scale=scale)
     model = PeftModel.from_pretrained(stock_model(folder, backbone, kind), str(tmp_path / "start"), is_trainable=True)
     model.eval()
+    if kind == "writes":
+        assert_written_alike(model, site, params)
     leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(leaf.numel() for leaf in leaves) == sum(tensor.numel() for tensor in params.values())
     optimizer, losses = torch.optim.AdamW(leaves, lr=5e-3, weight_decay=0.1), []
@@ -169,6 +177,26 @@ def test_training_and_scores_are_those_of_a_plain_loop_of_peft(load, tmp_path: P
     for key, value in expected.items():
         torch.testing.assert_close(update.params[key], value, atol=2e-4, rtol=2e-4, msg=key)
     assert_scored_alike(model, site, update.params, kind)
+
+
+def assert_written_alike(model: torch.nn.Module, site: Site, params: Mapping[str, torch.Tensor]) -> None:
+    """Answers of a padded batch are those of PEFT to each prompt alone."""
+    tokenizer = site.backbone.tokenizer
+    prompts = encode_prompts(["w1", "w2 w3 w4 w5", "w9 w8"], tokenizer=tokenizer, max_length=20)
+    expected = []
+    for start, stop in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True):
+        ids = torch.from_numpy(prompts.ids[None, start:stop])
+        told = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )[0, 1 if site.backbone.family.seq2seq else ids.shape[1] :]
+        expected.append(tokenizer.decode(told, skip_special_tokens=True).strip())
+    assert any(expected)
+    assert write(prompts, params, site, new_tokens=6) == expected
 
 
 def assert_scored_alike(model: torch.nn.Module, site: Site, params: Mapping[str, torch.Tensor], kind: str) -> None:
