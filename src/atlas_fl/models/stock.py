@@ -97,9 +97,12 @@ def head_of(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int
         and not path.startswith(inside)
         and module.out_features == model.config.num_labels
     ]
-    if not outputs:
-        raise ModelError(f"model {name!r} has no linear layer that gives its logits; choose another model")
-    last = outputs[-1]
+    if len(outputs) != 1:
+        raise ModelError(
+            f"model {name!r} has {len(outputs) or 'no'} linear layers that give logits, and a head has one; choose a"
+            " model with a single classifier"
+        )
+    (last,) = outputs
     shapes = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     return last, {key: shapes[key] for key in shapes if not key.startswith((inside, f"{last}."))}
 
