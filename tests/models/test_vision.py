@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_stock_classifier(model_type: str, headless: boo
     with torch.no_grad():
         expected = whole(pixels).logits
         assert image_logits(vision, params, pixels) == pytest.approx(expected, abs=1e-6)
-    assert vision.hidden == whole.classifier.in_features
+    assert vision.hidden == last.in_features
     assert expected.std() > 1e-2
     assert not recwarn.list
 
