@@ -39,7 +39,14 @@ hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, m
 hypothesis.settings.load_profile(PROFILE)
 
 WORDS = [f"w{i}" for i in range(40)]
-_TOKENIZER_OF = {"distilbert": "bert", "mistral": "llama"}
+_TOKENIZER_OF = {
+    "distilbert": "bert",
+    "mistral": "llama",
+    "xlm-roberta": "roberta",
+    "electra": "bert",
+    "qwen3": "qwen2",
+    "phi3": "llama",
+}
 """Architectures whose tokenizer is that of another one."""
 _SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -68,6 +75,10 @@ TARGETS = {
     "qwen2": ("q_proj", "v_proj"),
     "llama": ("q_proj", "v_proj"),
     "mistral": ("q_proj", "v_proj"),
+    "xlm-roberta": ("query", "value"),
+    "electra": ("query", "value"),
+    "qwen3": ("q_proj", "v_proj"),
+    "phi3": ("qkv_proj",),
 }
 """PEFT's own choice, spelled out."""
 
@@ -157,9 +168,9 @@ def _tokenizer(architecture: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    bytewise = architecture == "qwen2"  # transformers knows no other pieces for it
-    pieces = pre_tokenizers.ByteLevel.alphabet() if bytewise else WORDS
     kind = _TOKENIZER_OF.get(architecture, architecture)
+    bytewise = kind == "qwen2"  # transformers knows no other pieces for it
+    pieces = pre_tokenizers.ByteLevel.alphabet() if bytewise else WORDS
     vocabulary = {word: i for i, word in enumerate([*_SPECIAL[kind], *sorted(pieces)])}
     if bytewise:
         core = Tokenizer(models.BPE(vocabulary, []))
@@ -171,7 +182,7 @@ def _tokenizer(architecture: str) -> Any:
         specials = [(word, vocabulary[word]) for word in _SPECIAL[kind]]
         core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=specials)
     # the generic class gives the texts of a pair no types, and BERT's own does
-    inputs = ["input_ids", *(["token_type_ids"] if architecture == "bert" else []), "attention_mask"]
+    inputs = ["input_ids", *(["token_type_ids"] if architecture in ("bert", "electra") else []), "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=inputs, **_ROLES[kind])
 
 
@@ -189,9 +200,13 @@ def _config(architecture: str, tokenizer: Any) -> Any:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64}
     else:
         sizes |= usual | {"max_position_embeddings": 66}
-    if architecture in ("qwen2", "llama", "mistral"):
+    if architecture in ("qwen2", "qwen3", "llama", "mistral", "phi3"):
         sizes["num_key_value_heads"] = 2
-    if architecture == "bert":
+    if architecture == "qwen3":
+        sizes["head_dim"] = 8
+    if architecture == "electra":
+        sizes["embedding_size"] = 24
+    if architecture in ("bert", "electra"):
         sizes["type_vocab_size"] = 2
     return AutoConfig.for_model(architecture, **sizes, **special)
 

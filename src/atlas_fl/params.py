@@ -57,7 +57,9 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
 LORA_GATE = ".lora_gate"
-BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.")
+PARTS = "head.parts."
+"""Beginning of the names of a head's tensors that the stock model itself computes with (`models.stock`)."""
+BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.", PARTS)
 """First layers of heads of two layers by their stock names: RoBERTa, DistilBERT, a BERT whose files lack the pooler."""
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
@@ -71,6 +73,15 @@ def lora_modules(params: Params) -> list[str]:
 def head_keys(params: Params) -> list[str]:
     """The names of the head's tensors."""
     return [key for key in params if key.startswith(HEAD)]
+
+
+def stock_key(key: str) -> str:
+    """The stock name of a tensor of a head.
+
+    >>> stock_key("head.classifier.bias"), stock_key("head.parts.head.norm.weight")
+    ('classifier.bias', 'head.norm.weight')
+    """
+    return key.removeprefix(PARTS if key.startswith(PARTS) else HEAD)
 
 
 def is_last_layer(key: str) -> bool:

@@ -65,10 +65,11 @@ def test_an_unknown_target_names_the_ones_there_are(tiny) -> None:
     assert tiny.targets[0] in line_of(error)
 
 
-def test_an_unknown_architecture_names_the_known(copy_of) -> None:
+def test_an_architecture_without_a_classifier_is_named(copy_of) -> None:
     folder = copy_of("bert")
-    change_json(folder / "config.json", model_type="electra")
-    with pytest.raises(ModelError, match=r"the architecture 'electra'; known: bert, distilbert, gpt2, llama") as error:
+    change_json(folder / "config.json", model_type="clip_text_model")
+    message = r"no AutoModelForSequenceClassification or .* of the architecture 'clip_text_model'; choose"
+    with pytest.raises(ModelError, match=message) as error:
         load_backbone(str(folder))
     line_of(error)
 

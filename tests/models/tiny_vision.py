@@ -20,7 +20,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "deit": USUAL,
     "dinov2": {**USUAL, "mlp_ratio": 2},
     "dinov2_with_registers": {**USUAL, "mlp_ratio": 2, "num_register_tokens": 3},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic", "image_size": 32},
     "convnext": {"hidden_sizes": [8, 8, 12, 16], "depths": [1, 1, 1, 1], "image_size": 32},
+    "swin": {
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "image_size": 16,
+        "patch_size": 4,
+        "window_size": 2,
+    },
 }
 
 

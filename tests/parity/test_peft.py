@@ -42,7 +42,7 @@ def inputs(tiny, data: EncodedExamples, index: np.ndarray) -> dict[str, Tensor]:
     inside = torch.from_numpy(np.arange(shape[1]) < part.lengths[:, None])
     batch = {"input_ids": torch.full(shape, tiny.backbone.tokenizer.pad_token_id), "attention_mask": inside.long()}
     batch["input_ids"][inside] = torch.from_numpy(part.ids)
-    if tiny.name == "bert":
+    if tiny.name in ("bert", "electra"):
         batch["token_type_ids"] = torch.zeros(shape, dtype=torch.int64)
         batch["token_type_ids"][inside] = torch.from_numpy(part.types)
     return batch

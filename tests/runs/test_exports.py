@@ -25,11 +25,13 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Rows
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.export import LACKS_PRIOR
+from atlas_fl.experiment.export import LACKS_PRIOR, export_client
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.methods.registry import METHODS, RULES
+from atlas_fl.models.stock import NOTE
 from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
+from tests.models.stock_folders import SIZES, save_stock_folder
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
 from tests.runs.covering import with_marks
@@ -40,7 +42,7 @@ from tests.runs.reading import rows, same_tensors, state
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 MAX_LENGTH = 60
-CAUSAL = ("gpt2", "qwen2", "llama", "mistral")
+CAUSAL = ("gpt2", "qwen2", "llama", "mistral", "qwen3", "phi3")
 TASKS: Mapping[str, str] = {
     "kind": "text=text",
     "same": "text=text,pair=other,label=label",
@@ -94,7 +96,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(config: Make, files: Path, tiny_of: Callable, writer_of: Callable, tmp_path: Path) -> Make:
+def small(
+    config: Make, files: Path, tiny_of: Callable, writer_of: Callable, shared_folder: Path, tmp_path: Path
+) -> Make:
     """Two clients of each of these tasks for one round on a tiny model of a family."""
 
     def make(family: str, tasks: Sequence[str], **values: object) -> Config:
@@ -108,7 +112,12 @@ def small(config: Make, files: Path, tiny_of: Callable, writer_of: Callable, tmp
         base = config(**{**usual, **values})
         sources = tuple(f"{name}={files / name}.csv,{TASKS[name]}" for name in tasks)
         data = replace(base.data, tasks=(), task=sources)
-        path = (writer_of if "next" in tasks else tiny_of)(family).path
+        writes = "next" in tasks
+        if family in SIZES:
+            folder = shared_folder / f"stock-{family}-{writes}"
+            path = saved_once(folder, lambda to: save_stock_folder(to, family, writes=writes))
+        else:
+            path = (writer_of if writes else tiny_of)(family).path
         if family == "bert":
             path = with_types(path, tmp_path / "bert")
         return replace(base, data=data, model=replace(base.model, model=str(path)))
@@ -147,6 +156,11 @@ def plain_loss(model: nn.Module, added: Tensor | float, client: ClientData, base
             if client.task.writes:
                 prompt, answer = tokenizer(text + "\n")["input_ids"], tokenizer(pair, add_special_tokens=False)
                 written = [*answer["input_ids"], tokenizer.eos_token_id]
+                if model.config.is_encoder_decoder:
+                    output = model(input_ids=torch.tensor([prompt]), labels=torch.tensor([written]))
+                    losses.append(float(output.loss))
+                    weights.append(len(written))
+                    continue
                 logits = model(input_ids=torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
                 losses.append(float(cross_entropy(logits, torch.tensor(written))))
                 weights.append(len(written))
@@ -285,6 +299,34 @@ def test_every_method_on_every_family_and_task_exports_what_it_has_evaluated(
     check(best if keep == "best" else config)
 
 
+STOCK: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Any]]] = {
+    "pairs and numbers": ("modernbert", ("kind", "same", "grade"), {"strategy": "fedavg_prior", "keep": "best"}),
+    "measured": ("deberta-v3", ("kind",), {"strategy": "kriging", "measure_round": 1, "ranks": "budget"}),
+    "gates": ("deberta-v2", ("kind",), {"strategy": "fedalt", "ranks": "4"}),
+    "features by class": ("albert", ("kind", "same"), {"strategy": "fedpac", "fingerprint_blocks": 1}),
+    "one adapter": ("falcon", ("kind", "grade"), {"strategy": "multitask"}),
+    "an encoder's and a decoder's classes": ("t5", ("kind",), {"fingerprint": "delta", "dropout": 0.1}),
+    "writes on": ("gemma2", ("next",), {"adapted_blocks": 1}),
+    "writes from what it read": ("t5", ("next",), {"ranks": "budget", "new_tokens": 3}),
+}
+"""Architectures without packs, each with other features of a run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STOCK)
+def test_the_stock_path_exports_what_it_has_evaluated(small: Make, kind: str) -> None:
+    family, tasks, values = STOCK[kind]
+    result = check(small(family, tasks, **values))
+    assert NOTE in (result.folder / "log.txt").read_text()
+    first, *_ = sorted((result.folder / "adapters").iterdir())
+    again = export_client(result.folder, client=first.name, to=result.folder.parent / "again")
+    for path in first.iterdir():
+        if path.suffix == ".safetensors":
+            assert same_tensors(load_file(path), load_file(again / path.name))
+        else:
+            assert sorted(path.read_text()) == sorted((again / path.name).read_text())
+
+
 WHOLE: Mapping[str, Any] = {
     **{"trainable": "full", "lr": 1e-3, "candidates": "4+8+16+32+64", "adapter_bytes": "none", "ranks": "budget"},
     **{"fingerprint": "fisher", "fingerprint_steps": 4, "fingerprint_batches": 2},
@@ -301,8 +343,13 @@ def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: 
 _WHOLE_IMAGES = {"strategy": "fedavg_cluster_prior", "local_steps": 2, "lr": 0.02, "momentum": 0}
 IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapters": ("vision-lora", {"strategy": "fedavg_prior", "fingerprint_steps": 2, "keep": "best"}),
+    "adapters through the stock path": (
+        "vision-lora",
+        {"model": "swin", "fingerprint_steps": 2, "targets": "all-linear"},
+    ),
     "gated adapters": ("vision-lora", {"strategy": "fedalt", "ranks": "4", "fingerprint_steps": 2}),
     "whole models": ("vision-quick", _WHOLE_IMAGES),
+    "whole models of convolutions": ("vision-quick", {**_WHOLE_IMAGES, "model": "resnet"}),
     "whole models under a mask": ("vision-quick", {**_WHOLE_IMAGES, "mask": "least_sensitive"}),
 }
 
@@ -311,9 +358,11 @@ IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 @pytest.mark.parametrize("kind", IMAGE_RUNS)
 def test_image_models_export_what_they_have_evaluated(kind: str, shared_folder: Path, tmp_path: Path) -> None:
     preset, values = IMAGE_RUNS[kind]
-    model = saved_once(shared_folder / "tiny-vit-of-three-blocks", save_tiny)
+    architecture = values.get("model", "vit")
+    model = saved_once(shared_folder / f"tiny-{architecture}", lambda folder: save_tiny(folder, architecture))
+    values = {**values, "model": str(model)}
     usual = {
-        **{"model": str(model), "image_size": 16, "tasks": "digits", "clients_per_task": 2, "participation": 1},
+        **{"image_size": 16, "tasks": "digits", "clients_per_task": 2, "participation": 1},
         **{"samples": 24, "validation_samples": 8, "test_samples": 10, "rounds": 1, "clusters": "oracle"},
         **{"runs_dir": str(tmp_path / "runs"), "name": "run", "audit": False},
     }

@@ -17,9 +17,10 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.models.attention import PackedLayout, make_layout
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
+from atlas_fl.models.stock import stock_outputs
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_features, image_features_above, preprocess, run_image_blocks
-from atlas_fl.params import HEAD, Params, head_keys
+from atlas_fl.params import HEAD, PARTS, Params, head_keys
 from atlas_fl.split.channel import Cut, CutChannel, CutSegment, backbone_features_across_cuts
 from atlas_fl.split.model import client_forward, select_client_side, server_forward
 
@@ -37,7 +38,9 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     if site.trainable == "full":
         yield from _full_packs(jobs, site)
         return
-    if jobs and getattr(jobs[0].options, "multitask", False):
+    if site.backbone.family.stock and not getattr(jobs[0].options, "multitask", False):
+        yield from ([job] for job in jobs)
+    elif jobs and getattr(jobs[0].options, "multitask", False):
         yield list(jobs)
     else:
         yield from greedy_packs([(job, tokens_of(job, site)) for job in jobs], site.max_tokens)
@@ -63,7 +66,12 @@ def same_models(jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
-    """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large."""
+    """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large.
+
+    On the stock path each is a row of its own.
+    """
+    if site.backbone.family.stock:
+        return [[index] for index in range(len(jobs))]
     return list(greedy_packs([(index, tokens_of(job, site)) for index, job in enumerate(jobs)], site.max_tokens))
 
 
@@ -138,7 +146,7 @@ def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) 
 def make_row(batches: Sequence[EncodedExamples], site: Site) -> PackedBatch:
     """One row of these batches, a client each, with the prefix where the lowest blocks carry no adapters."""
     row = collate_packed(batches, device=site.backbone.device)
-    if not site.first_adapted:
+    if not site.first_adapted or site.backbone.family.stock:
         return row
     states = [site.prefix_cache.states(batch, lambda part: _prefix_states(part, site)) for batch in batches]
     return replace(row, prefix=torch.cat(states), prefix_blocks=site.first_adapted)
@@ -243,6 +251,9 @@ def read_logits(
 
 def body_of(clients: Sequence[Params], site: Site) -> Params:
     """The weights of the model that its only client brings; none where clients bring adapters."""
+    if site.backbone.family.stock:
+        (params,) = clients
+        return {key.removeprefix(PARTS): tensor for key, tensor in params.items() if key.startswith(PARTS)}
     if site.trainable == "lora":
         return {}
     (params,) = clients
@@ -257,14 +268,22 @@ def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = Ma
     if row.prefix is not None:
         return _features_above(row, row.prefix, backbone)
     if not row.pixels:
-        read = partial(
-            backbone_features, backbone, row.ids, row.types, row.layout, output_positions=row.output_positions
-        )
+        read = partial(_stock_features if backbone.family.stock else _packed_features, row, backbone)
         return call_with_params(backbone.model, body, read) if body else read()
     assert backbone.vision is not None, "a backbone for texts is given no images"
     seen = torch.cat([preprocess(backbone.vision, pixels) for pixels in row.pixels])
     features: Tensor = image_features(backbone.vision, body, seen)
     return features
+
+
+def _packed_features(row: PackedBatch, backbone: Backbone) -> Tensor:
+    return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
+
+
+def _stock_features(row: PackedBatch, backbone: Backbone) -> Tensor:
+    (lengths,), (reads,) = row.lengths, row.target_positions
+    targets = None if reads is None else reads.to(row.ids.device).long() + 1
+    return stock_outputs(backbone, row.ids, row.types, lengths.tolist(), targets=targets)
 
 
 def _features_above(row: PackedBatch, prefix: Tensor, backbone: Backbone) -> Tensor:

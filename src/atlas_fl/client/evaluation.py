@@ -16,6 +16,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
+from atlas_fl.models.stock import generate
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Params, Split
 from atlas_fl.split.channel import CutChannel
@@ -30,14 +31,26 @@ def write(prompts: EncodedExamples, params: Params, site: Site, *, new_tokens: i
     """
     placed = {key: tensor.to(site.backbone.device) for key, tensor in params.items()}
     rows = [prompts.ids[a:b].tolist() for a, b in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True)]
+    write_rows = _stock_written if site.backbone.family.stock else _greedy
     size = max(1, site.max_tokens // (max(map(len, rows)) + new_tokens))
     written = [
         ids
         for start in range(0, len(rows), size)
-        for ids in _greedy(rows[start : start + size], placed, site, new_tokens)
+        for ids in write_rows(rows[start : start + size], placed, site, new_tokens)
     ]
     tokenizer = site.backbone.tokenizer
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
+
+
+def _stock_written(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:
+    """The texts of a model on the stock path."""
+    row = [Segment(start=0, stop=len(rows))]
+    with (
+        attach_adapters(site.modules, Adapters(clients=[params], segments=row, sequences=row, scale=site.scale)),
+        site.autocast(),
+    ):
+        written = generate(site.backbone, rows, new_tokens=new_tokens)
+    return [_until(site.backbone.tokenizer.eos_token_id, ids) for ids in written]
 
 
 def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import PackedBatch, call_with_params, features_across_cuts, make_row
+from atlas_fl.client.batching import PackedBatch, body_of, call_with_params, features_across_cuts, make_row
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import example_loss, positions
@@ -61,7 +61,8 @@ def loss_gradient(
 
     def gradients() -> tuple[Tensor, dict[str, Tensor]]:
         with site.autocast(scaled=False):
-            pooled = features_across_cuts(row, site, () if line is None else (line,))
+            lines = () if line is None else (line,)
+            pooled = features_across_cuts(row, site, lines, body=body_of([head], site))
             loss = example_loss(head_logits(site.backbone, head, pooled).float(), row.labels[0])
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), pop_gradients({**leaves, **head})
@@ -76,7 +77,7 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
     a fingerprint would blow up to the size of every other tensor.
     """
     first = len(backbone.blocks) - blocks
-    prefix = backbone.family.blocks + "."
+    prefix = backbone.family.block_lists
     return {
         name: parameter.detach().requires_grad_()
         for name, parameter in backbone.model.named_parameters()

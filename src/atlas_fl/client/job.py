@@ -21,7 +21,7 @@ from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import Vision
-from atlas_fl.params import Params, Split
+from atlas_fl.params import PARTS, Params, Split
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut, CutChannel, CutTraffic
 from atlas_fl.split.codec import simulated_secret
@@ -202,4 +202,6 @@ def initial_params(
     """
     dims = {name: module_dims(modules[name]) for name in ranks}
     shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=task.num_labels)
-    return {**init_adapters(dims, ranks, seed=seed), **init_head(shapes, seed=seed, group=task.name)}
+    head = init_head(shapes, seed=seed, group=task.name)
+    head |= {PARTS + name: tensor for name, tensor in backbone.head_start.items() if PARTS + name in head}
+    return {**init_adapters(dims, ranks, seed=seed), **head}

@@ -22,6 +22,7 @@ from atlas_fl.client.local_training import positions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.models.backbone import token_inputs
+from atlas_fl.models.stock import mean_states
 from atlas_fl.models.tokenization import EncodedExamples
 
 LABELS = "sketch.labels"
@@ -60,6 +61,9 @@ def label_covariance(features: Tensor, labels: Tensor, *, num_labels: int) -> Te
 def _features(data: EncodedExamples, site: Site) -> Tensor:
     """Mean last hidden states (examples, hidden) of these texts, float32 on the CPU; adapters are not attached."""
     row = collate_packed([data], device=site.backbone.device)
+    if site.backbone.family.stock:
+        with site.autocast(scaled=False):
+            return mean_states(site.backbone, row.ids, row.types, data.lengths.tolist()).float().cpu()
     with site.autocast(scaled=False):
         inputs = token_inputs(site.backbone, row.ids, row.types, row.layout)
         states = site.backbone.model(**inputs, layout=row.layout).last_hidden_state[0].float()

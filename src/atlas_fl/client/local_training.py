@@ -375,7 +375,8 @@ def whole_step(shared: SharedAdapters | None) -> Step:
     def step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
         members = list(active.values())
         # Only tasks with one adapter are together in a pack that may be too large.
-        parts = rows([member.job for member in members], site) if shared else [list(range(len(members)))]
+        alone = shared or site.backbone.family.stock
+        parts = rows([member.job for member in members], site) if alone else [list(range(len(members)))]
         for indices in parts:
             _compute_gradients([members[index] for index in indices], done, site)
         step_all(members, done, shared)

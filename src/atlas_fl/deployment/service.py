@@ -134,6 +134,11 @@ def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> Che
                 f"task {metadata.task!r} of {name} is to write text, and no task of the settings does; bring a task"
                 " with labels, or ask who runs the server for one with target="
             )
+        if metadata.num_labels and backbone.family.stock and backbone.vocabulary is not None:
+            raise ProtocolError(
+                f"task {metadata.task!r} of {name} has labels, and this model writes text and has no head for them;"
+                " bring a task with target="
+            )
         client, tokens = placeholder_client(name, metadata)
         assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)
         try:

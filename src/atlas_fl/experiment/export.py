@@ -106,7 +106,7 @@ def export_client(
             f"what {name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
             " `atlas join` has written the whole model"
         )
-    source, family = find_family(config.model.model)
+    source, family = find_family(config.model.model, writes=not head_keys(params))
     backbone = None
     if not any(client.ranks for client in plan.clients):
         # a whole image model is recognised by the name of its head
@@ -181,6 +181,7 @@ def export_model(
         base=json.dumps(base),
         images=family.images,
         writes=not head_keys(params),
+        seq2seq=family.seq2seq,
         labels=labels,
         missing_prior=missing,
         lacks_prior=LACKS_PRIOR,

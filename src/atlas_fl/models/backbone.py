@@ -43,11 +43,13 @@ class Backbone:
     """(tokens, hidden), the frozen output embedding of a model that writes text; not loaded where none is written."""
     vision: Vision | None = None
     """Its image side; None of a model that reads text."""
+    head_start: Params = dataclasses.field(default_factory=dict)
+    """Tensors that a head begins with in the place of drawn ones, by the names of `Family.parts`."""
 
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
-        return int(self.model.config.hidden_size)
+        return int(self.family.width or self.model.config.hidden_size)
 
     @property
     def width(self) -> int:
@@ -56,10 +58,9 @@ class Backbone:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The model's list of blocks."""
-        modules = self.model.get_submodule(self.family.blocks)
-        assert isinstance(modules, nn.ModuleList)
-        return modules
+        """The model's list of blocks, or those of all its lists."""
+        modules = [self.model.get_submodule(path.removesuffix(".")) for path in self.family.block_lists]
+        return modules[0] if len(modules) == 1 else nn.ModuleList([block for part in modules for block in part])
 
     @property
     def device(self) -> torch.device:
@@ -134,6 +135,8 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     """Logits (outputs, labels) by the client's own head, or (outputs, vocabulary) by the model's where it has none."""
     if head_keys(params):
         return apply_layers(backbone.family.head, params, features)
+    if backbone.family.stock:
+        return features
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
     return nn.functional.linear(features, backbone.vocabulary)
 
@@ -170,7 +173,12 @@ def last_block_reads_only(backbone: Backbone, positions: Tensor) -> Iterator[Non
 
 def block_index(backbone: Backbone, module: str) -> int:
     """The number of the block that a module lies in."""
-    return int(module.removeprefix(backbone.family.blocks + ".").split(".")[0])
+    first = 0
+    for path in backbone.family.block_lists:
+        if module.startswith(path):
+            return first + int(module.removeprefix(path).split(".")[0])
+        first += len(backbone.model.get_submodule(path.removesuffix(".")))
+    raise AssertionError(f"{module} lies in a block")
 
 
 def target_modules(backbone: Backbone, targets: Sequence[str], *, first_block: int = 0) -> dict[str, nn.Module]:
@@ -182,7 +190,7 @@ def target_modules(backbone: Backbone, targets: Sequence[str], *, first_block: i
         name: module
         for name, module in backbone.model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
-        and name.startswith(backbone.family.blocks + ".")
+        and name.startswith(backbone.family.block_lists)
         and block_index(backbone, name) >= first_block
     }
     # The part of a cut model may hold no block, and then nothing is adapted there.
@@ -226,7 +234,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
 
     None for the modules is for a model of any architecture whose weights all train: the sizes that all have.
     """
-    config, blocks = backbone.model.config, backbone.blocks
+    config, blocks = backbone.model.config.get_text_config(), backbone.blocks
     block_bytes = tuple(_num_bytes(block.parameters()) for block in blocks)
     total = _num_bytes(backbone.frozen.values())
     common: dict[str, Any] = {
@@ -243,11 +251,12 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     widths = (getattr(config, key, None) for key in ("intermediate_size", "hidden_dim", "n_inner"))
     inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
-    stem_bytes = sum(_num_bytes(backbone.model.get_submodule(name).parameters()) for name in backbone.family.stem)
+    stem = [module for name, module in backbone.model.named_children() if name in backbone.family.stem]
+    stem_bytes = sum(_num_bytes(module.parameters()) for module in stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
-        heads=int(config.num_attention_heads),
+        heads=int(np.max(getattr(config, "num_attention_heads", 1))),
         layers=tuple(tuple(layer) for layer in layers),
         tail_bytes=total - sum(block_bytes) - stem_bytes,
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
@@ -264,9 +273,10 @@ def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedL
     """The input of the first block, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
     model, stem = backbone.model, backbone.family.stem
     inputs = token_inputs(backbone, ids, types, layout)
-    if stem == ("embeddings",):
+    if stem[0] == "embeddings":
         embeddings: Tensor = model.get_submodule("embeddings")(**inputs)[0]
-        return embeddings
+        # ELECTRA has a projection where its embeddings are narrower than its blocks
+        return model.get_submodule(stem[1])(embeddings) if hasattr(model, stem[-1]) and stem[1:] else embeddings
     # A table of tokens, and of positions where they are not rotated into attention.
     tables = zip(stem, (inputs["input_ids"], inputs["position_ids"]))
     tokens: Tensor

@@ -238,7 +238,8 @@ def check_config(name: str, config: Any) -> None:
     """Raise `ModelError` for a config of no model, or where what is made of a text depends on what lies beside it."""
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
         value = getattr(config, key, 1)
-        if not isinstance(value, int) or value < 1:
+        by_stage = value if isinstance(value, list) and value else [value]  # Swin has a number for each stage
+        if not all(isinstance(number, int) and number >= 1 for number in by_stage):
             raise ModelError(f"model {name!r}: {CONFIG} has {key} {short_repr(value)}; it is a whole number from 1 on")
     rotations = getattr(config, "rope_parameters", None) or {}
     if isinstance(rotations, Mapping) and rotations.get("rope_type") == "longrope":

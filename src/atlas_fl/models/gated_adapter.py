@@ -20,7 +20,7 @@ from atlas_fl.errors import ModelError
 from atlas_fl.models.lora import gate_weights
 from atlas_fl.models.peft_io import write_labels
 from atlas_fl.models.registry import Family
-from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules, stock_key
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
 from atlas_fl.storage.jsonl import from_json
@@ -50,9 +50,9 @@ def export_gated_adapter(
     within: Path | None = None,
 ) -> None:
     """Write one client's gated model as a folder for `load_gated_adapter`; it is there in full, or not at all."""
-    scales = {f"{family.prefix}.{module}": scale(len(params[module + LORA_A])) for module in lora_modules(params)}
+    scales = {family.stock_name(module): scale(len(params[module + LORA_A])) for module in lora_modules(params)}
     tensors = {
-        key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor.detach()
+        stock_key(key) if key.startswith(HEAD) else family.stock_name(key): tensor.detach()
         for key, tensor in params.items()
     }
     with atomic_folder(folder, within=within) as draft:

@@ -40,6 +40,7 @@ from atlas_fl.models.files import (
     tensor_names,
 )
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, locate_model, with_trained_pooler
+from atlas_fl.models.stock import auto_class, remove_last_layer, stock_family, stock_outputs
 from atlas_fl.params import HEAD, Params
 from atlas_fl.storage.files import atomic_folder
 
@@ -78,9 +79,11 @@ def load_backbone(
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
-    source, family = find_family(name)
+    source, family = find_family(name, writes=writes)
     if family.images:
         raise ModelError(_unknown_architecture(name, family.model_type))
+    if family.stock:
+        return _load_stock_backbone(name, source, family, device=device, writes=writes, weights=weights)
     if writes and not family.causal:
         causal = ", ".join(sorted(model_type for model_type, candidate in FAMILIES.items() if candidate.causal))
         raise ModelError(
@@ -109,6 +112,45 @@ def load_backbone(
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone
+
+
+def _load_stock_backbone(
+    name: str, source: str, family: Family, *, device: str, writes: bool, weights: Params | None
+) -> Backbone:
+    """The backbone of the stock path; `weights` share the memory of another process's."""
+    with as_model_error(name, source), loading_lock():
+        tokenizer = load_tokenizer(name, source)
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
+        config.use_cache = False
+        model, missing = load_stock(name, source, auto_class(config, writes=writes), config)
+        own_layers = (*family.parts, *(() if writes else (f"{family.head[0].name}.",)))
+        check_complete(name, [key for key in missing if not key.startswith(own_layers)])
+        head_start = remove_last_layer(model, family, missing)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.get_text_config().pad_token_id is None:
+            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        _check_tokens(name, model, tokenizer, family)
+        for key, parameter in model.named_parameters():
+            # as tensors of a mapped file, whose address decides last bits
+            parameter.data = parameter.data.clone() if weights is None else weights[key]
+        model = model.requires_grad_(False).eval()
+        backbone = Backbone(
+            name=name, source=source, model=model, tokenizer=tokenizer, family=family, head_start=head_start
+        )
+        if weights is None:
+            _compute_stock_once(backbone, writes=writes)
+    model.to(device)
+    return replace(backbone, vocabulary=model.get_output_embeddings().weight) if writes else backbone
+
+
+def _compute_stock_once(backbone: Backbone, *, writes: bool) -> None:
+    """Let the model read two texts of different lengths, as `_compute_once` does."""
+    lengths = [len(ids) for ids in backbone.tokenizer([".", ". . ."], verbose=False)["input_ids"]]
+    ids = torch.tensor([token for ids in backbone.tokenizer([".", ". . ."])["input_ids"] for token in ids])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    with torch.no_grad():
+        stock_outputs(backbone, ids, torch.zeros_like(ids), lengths, targets=ends if writes else None)
 
 
 def _compute_once(backbone: Backbone) -> None:
@@ -272,7 +314,8 @@ def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: 
         model = auto.from_config(config, trust_remote_code=False)
         parameters = dict(model.named_parameters())
         assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
-        model.load_state_dict({key: tensors[key].cpu() for key in parameters}, strict=False)
+        stored = [key for key in model.state_dict() if key in tensors]
+        model.load_state_dict({key: tensors[key].cpu() for key in stored}, strict=False)
         with atomic_folder(folder, within=within) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)
@@ -292,8 +335,8 @@ def checkpoint_blocks(backbone: Backbone) -> None:
         block.training = True
 
 
-def find_family(name: str) -> tuple[str, Family]:
-    """Source of a model's files and its architecture, without loading its weights.
+def find_family(name: str, *, writes: bool = False) -> tuple[str, Family]:
+    """Source of a model's files and its architecture, without loading its weights; `writes` decides what has no packs.
 
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
     """
@@ -302,7 +345,7 @@ def find_family(name: str) -> tuple[str, Family]:
         config = read_config(name, source)
         family = {**FAMILIES, **VISION_FAMILIES}.get(config.model_type)
         if family is None:
-            raise ModelError(_unknown_architecture(name, config.model_type))
+            return source, stock_family(name, config, writes=writes)
         if lacks_pooler(config, family, tensor_names(name, source)):
             return source, with_trained_pooler(family)
         return source, family
@@ -377,6 +420,11 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     """
     register_packed_attention()
     source, family = find_family(name)
+    if family.stock:
+        raise ModelError(
+            f"model {name!r} has the architecture {family.model_type!r}, which runs through the stock path and cannot"
+            f" be cut; known to be cut: {', '.join(sorted(FAMILIES))}; leave --split out, or choose one of these"
+        )
     with as_model_error(name, source), loading_lock():
         tokenizer = load_tokenizer(name, source)
         config = AutoConfig.from_pretrained(source, **loading_options(source))

@@ -178,6 +178,8 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         rows = x.flatten(0, -2)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.sequences
+        if len(adapters.clients) == 1:  # whatever the rows of the layer are, padding or a table too
+            segments = (Segment(start=0, stop=len(rows)),)
         masks: list[Tensor | None] = []
         if adapters.dropout_mask is not None:
             shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]

@@ -16,7 +16,7 @@ from safetensors.torch import load
 
 from atlas_fl.errors import ModelError, short_repr
 from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, head_keys, lora_modules, ranks
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PARTS, Params, head_keys, lora_modules, ranks, stock_key
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
 from atlas_fl.storage.jsonl import from_json
@@ -24,7 +24,14 @@ from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
 _ROOT = "base_model.model."
-_QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
+_QUERY_AND_VALUE = {
+    "distilbert": ("q_lin", "v_lin"),
+    "phi3": ("qkv_proj",),
+    "modernbert": ("Wqkv",),
+    "convnext": ("pwconv1", "pwconv2"),
+    "albert": ("query", "value"),
+    **dict.fromkeys((*VISION_FAMILIES, "beit", "swin"), ("q_proj", "v_proj")),
+}
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:
@@ -37,7 +44,9 @@ def default_targets(model_type: str) -> tuple[str, ...]:
     table: Mapping[str, list[str] | str] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = table.get(model_type)
     if not isinstance(targets, list):
-        raise ModelError(f"PEFT knows no LoRA targets for {model_type!r}; name them with --targets")
+        raise ModelError(
+            f"PEFT knows no LoRA targets for {model_type!r}; name them with --targets, or take --targets all-linear"
+        )
     return tuple(targets)
 
 
@@ -62,11 +71,17 @@ def export_adapter(
     go into `labels.json`, for which PEFT's settings have no place.
     """
     by_module = ranks(params)
-    names = {module: f"{family.prefix}.{module}" for module in by_module}
+    names = {module: family.stock_name(module) for module in by_module}
     max_rank = max(by_module.values())
     classifies = bool(head_keys(params))
     config = LoraConfig(
-        task_type=None if family.images else "SEQ_CLS" if classifies else "CAUSAL_LM",
+        task_type=None
+        if family.images
+        else "SEQ_CLS"
+        if classifies
+        else "SEQ_2_SEQ_LM"
+        if family.seq2seq
+        else "CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
         r=max_rank,
@@ -99,8 +114,8 @@ def _integral(alpha: float) -> int | float:
 def peft_name(key: str, family: Family) -> str:
     """PEFT's name of one of our tensors in a saved adapter."""
     if key.startswith(HEAD):
-        return _ROOT + key.removeprefix(HEAD)
-    return f"{_ROOT}{family.prefix}.{key}.weight"
+        return _ROOT + stock_key(key)
+    return f"{_ROOT}{family.stock_name(key)}.weight"
 
 
 MERGE = (
@@ -211,7 +226,9 @@ def _internal_name(name: str, family: Family) -> str | None:
     if stripped.endswith((LORA_A + ".weight", LORA_B + ".weight")):
         # a model without a head has no prefix
         inside = stripped.removeprefix(family.prefix + ".").removesuffix(".weight")
-        return inside if inside.startswith(family.blocks + ".") else None
+        return inside if inside.startswith(family.block_lists) else None
+    if stripped in family.parts:
+        return PARTS + stripped
     is_head = any(stripped.startswith(module + ".") for module in modules_to_save(family))
     return HEAD + stripped if is_head else None
 
@@ -236,7 +253,7 @@ def _scales(settings: Mapping[str, Any], params: dict[str, Any], folder: Path, *
     for module in lora_modules(params):
         rank = params[module + LORA_A].shape[0]
         try:
-            alpha = float(alphas.get(get_pattern_key(alphas, f"{family.prefix}.{module}"), usual))
+            alpha = float(alphas.get(get_pattern_key(alphas, family.stock_name(module)), usual))
             if not math.isfinite(alpha):
                 raise ValueError(f"{alpha} is not finite")
         except (AttributeError, TypeError, ValueError, re.error) as error:

@@ -7,8 +7,8 @@ of a transformer: sizes and nothing else.
 """
 
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
-from atlas_fl.params import HEAD, Params
+from atlas_fl.params import HEAD, PARTS, Params
 from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 
@@ -58,6 +58,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "tanh": torch.tanh,
     "relu": torch.relu,
+    "gelu": nn.functional.gelu,
 }
 
 
@@ -67,7 +68,7 @@ class Dense:
 
     name: str
     """Empty for the one layer of a head that belongs to no stock classifier."""
-    activation: Literal["identity", "tanh", "relu"] = "identity"
+    activation: Literal["identity", "tanh", "relu", "gelu"] = "identity"
     bias: bool = True
 
     @property
@@ -86,6 +87,8 @@ class Family:
     """Name of the headless model inside the stock classifier."""
     blocks: str
     """Path of the list of blocks inside the headless model."""
+    more_blocks: tuple[str, ...] = ()
+    """Paths of further lists, whose blocks are counted on: those of a decoder behind an encoder."""
     pool: Literal["first", "last"]
     """The token of a sequence that its features are read from."""
     head: tuple[Dense, ...]
@@ -99,7 +102,7 @@ class Family:
     conv1d: bool = False
     """True if its layers hold their weights as (d_in, d_out)."""
     stem: tuple[str, ...] = ("embeddings",)
-    """Modules in front of the blocks: one module of embeddings, or the tables of tokens and positions."""
+    """Modules in front of the blocks: embeddings and what projects them, or the tables of tokens and positions."""
     norm: str | None = None
     """The norm behind the last block."""
     rotary: str | None = None
@@ -108,11 +111,28 @@ class Family:
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
     images: bool = False
     """True if its tokens are patches of images; what its head reads is then the stock classifier's to say."""
+    stock: bool = False
+    """True if it has no packs: it runs as the whole stock model, padded, one client after another (`models.stock`)."""
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the head's tensors below its last layer, by stock name, where the stock model computes with them."""
+    width: int = 0
+    """Width of what the last layer of the head reads; 0 where it is the config's `hidden_size`."""
+    seq2seq: bool = False
+    """True if an encoder reads what is given and a decoder writes."""
 
     @property
     def causal(self) -> bool:
         """Return whether a token sees only those before it: the last one stands for all, and text can be written."""
         return self.pool == "last"
+
+    @property
+    def block_lists(self) -> tuple[str, ...]:
+        """Beginnings of the names of what lies in blocks."""
+        return tuple(f"{path}." for path in (self.blocks, *self.more_blocks))
+
+    def stock_name(self, module: str) -> str:
+        """Name of a module of the headless model inside the stock classifier."""
+        return f"{self.prefix}.{module}" if self.prefix else module
 
 
 def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tuple[int, ...]]:
@@ -125,7 +145,7 @@ def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tu
         shapes[layer.key + "weight"] = (width, hidden)
         if layer.bias:
             shapes[layer.key + "bias"] = (width,)
-    return shapes
+    return shapes | {PARTS + name: shape for name, shape in family.parts.items()}
 
 
 def apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> Tensor:
@@ -138,7 +158,8 @@ def apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> T
 
 def modules_to_save(family: Family) -> list[str]:
     """The stock modules that hold the head, as PEFT's `modules_to_save` names them."""
-    return sorted({layer.name.removeprefix(f"{family.prefix}.").split(".")[0] for layer in family.head})
+    names = [*(layer.name for layer in family.head), *family.parts]
+    return sorted({name.removeprefix(f"{family.prefix}.").split(".")[0] for name in names})
 
 
 def with_trained_pooler(family: Family) -> Family:
@@ -163,14 +184,27 @@ FAMILIES: dict[str, Family] = {
             token_types=True,
             after_attention="attention.output",
         ),
+        *(
+            Family(
+                model_type=model_type,
+                prefix="roberta",
+                blocks="encoder.layer",
+                pool="first",
+                head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
+                token_types=True,
+                counts_from_padding=True,
+                after_attention="attention.output",
+            )
+            for model_type in ("roberta", "xlm-roberta")
+        ),
         Family(
-            model_type="roberta",
-            prefix="roberta",
+            model_type="electra",
+            prefix="electra",
             blocks="encoder.layer",
             pool="first",
-            head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
+            head=(Dense(name="classifier.dense", activation="gelu"), Dense(name="classifier.out_proj")),
             token_types=True,
-            counts_from_padding=True,
+            stem=("embeddings", "embeddings_project"),
             after_attention="attention.output",
         ),
         Family(
@@ -201,7 +235,7 @@ FAMILIES: dict[str, Family] = {
                 norm="norm",
                 rotary="rotary_emb",
             )
-            for model_type in ("qwen2", "llama", "mistral")
+            for model_type in ("qwen2", "qwen3", "llama", "mistral", "phi3")
         ),
     )
 }

@@ -29,6 +29,7 @@ from atlas_fl.models.loading import (
     save_stock,
 )
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
+from atlas_fl.models.stock import head_of, stock_family
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
 
@@ -171,7 +172,7 @@ def load_image_backbone(
     With `adapted` its layers take adapters; without, it may be of any architecture, and clients train all of it.
 
     `weights` are those of `Backbone.frozen`: on the CPU the backbone's are then these very tensors.
-    Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
+    Raises `ModelError` as `load_vision` does, and where no layers are found that adapters could stand on.
     """
     vision = load_vision(name, image_size=image_size, device=device, weights=weights)
     backbone = _backbone(vision, _adapted_family(vision)) if adapted else as_whole(vision)
@@ -181,14 +182,13 @@ def load_image_backbone(
 
 
 def _adapted_family(vision: Vision) -> Family:
-    """The family of a plain vision transformer; raises `ModelError` for another architecture."""
+    """The family of a plain vision transformer, or that of the stock path."""
     model_type = vision.model.config.model_type
-    if model_type not in VISION_FAMILIES or not hasattr(vision.model, "classifier"):
-        raise ModelError(
-            f"model {vision.name!r} has the architecture {model_type!r}, and adapters on images need one of"
-            f" {', '.join(sorted(VISION_FAMILIES))} with a single classifier; choose such a model, or --tune whole"
-        )
-    return VISION_FAMILIES[model_type]
+    if model_type in VISION_FAMILIES and hasattr(vision.model, "classifier"):
+        return VISION_FAMILIES[model_type]
+    config = copy.deepcopy(vision.model.config)
+    config.num_labels = 2  # without classes there is no last layer to name
+    return stock_family(vision.name, config)
 
 
 def as_whole(vision: Vision) -> Backbone:
@@ -210,8 +210,13 @@ def _backbone(vision: Vision, family: Family) -> Backbone:
 
 
 def tokens_per_image(vision: Vision) -> int:
-    """Tokens of one image: its patches and those that the model sets beside them."""
+    """Tokens of one image: its patches and those that the model sets beside them.
+
+    Of other architectures than plain vision transformers, those of patches of `patch_size`, or of 4 pixels.
+    """
     side, channels = vision.image_size, len(vision.mean)
+    if vision.model.config.model_type not in VISION_FAMILIES:
+        return max(1, side // (_side(getattr(vision.model.config, "patch_size", None)) or 4)) ** 2
     with torch.no_grad():
         embeddings: torch.Tensor = vision.model.base_model.embeddings(
             torch.zeros(1, channels, side, side, device=vision.device)
@@ -230,8 +235,11 @@ def save_vision(
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: index for index, name in enumerate(labels)}
+    with torch.device("meta"):
+        last, _ = head_of(vision.name, AutoModelForImageClassification.from_config(config))
     named = {**backbone_weights(vision), **params}
     tensors = {vision.classifier_names[key]: named[key] for key in vision.classifier_names}
-    tensors |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+    tensors |= dict(vision.model.named_buffers())  # such as the means of batches
+    tensors |= {f"{last}.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
     processor = AutoImageProcessor.from_pretrained(vision.source, trust_remote_code=False)
     save_stock(AutoModelForImageClassification, config, tensors, processor, folder, within=within)

@@ -20,6 +20,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
+from atlas_fl.models.registry import FAMILIES
 from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
@@ -83,6 +84,11 @@ def measure_leakage(
         )
     on_event(PhaseStarted("loading"))
     assembly = assemble(config)
+    if (family := assembly.site.backbone.family).stock:
+        raise ConfigError(
+            f"{config.model.model!r} ({family.model_type}) runs through the stock path and is not cut; leakage is"
+            f" measured on models of {', '.join(sorted(FAMILIES))}"
+        )
     on_event(PhaseStarted("leakage"))
     blocks = every_cut(assembly) if cuts is None else cuts
     return leakage_of(assembly, {client.task.name: blocks for client in assembly.clients})

@@ -15,6 +15,7 @@ import torch
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
+from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
@@ -25,7 +26,8 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainab
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
-from atlas_fl.models.registry import ModelShape
+from atlas_fl.models.registry import FAMILIES, Family, ModelShape
+from atlas_fl.models.stock import NOTE, positions_of
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split, Truncation, digest
@@ -291,8 +293,37 @@ def backbone_of(
     load_options: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
     if any(task.images for task in tasks):
         adapted = trainable_of(config, tasks) == "lora"
-        return load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
-    return load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
+        backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
+    else:
+        backbone = load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
+    if backbone.family.stock:
+        check_stock(config, backbone.family)
+        if len({task.writes for task in tasks}) > 1:
+            raise ConfigError(
+                f"some tasks have labels and others text to write, and {name!r} ({backbone.family.model_type}) runs"
+                f" through the stock path, which loads a model for one of both; run them one after the other, or choose"
+                f" a model of {', '.join(sorted(key for key, family in FAMILIES.items() if family.causal))}"
+            )
+    return backbone
+
+
+NEEDS_PACKS: Mapping[str, str] = {
+    "split": "cuts a model between two of its blocks",
+    "trainable": "trains all weights",
+    "gradient_checkpointing": "computes single blocks twice",
+}
+"""Settings that the stock path cannot follow, with what they do; masks are for whole models alone."""
+
+
+def check_stock(config: Config, family: Family) -> None:
+    """Raise `ConfigError` for a setting that needs packs, where the model's architecture has none."""
+    for name, reason in NEEDS_PACKS.items():
+        setting, value = settings()[name], value_of(config, name)
+        if value != setting.default and value != "lora":
+            raise ConfigError(
+                f"{flag_words(setting, value)} {reason}, and {config.model.model!r} ({family.model_type}) runs through"
+                f" the stock path, which does not; leave it out, or choose a model of {', '.join(sorted(FAMILIES))}"
+            )
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
@@ -396,6 +427,11 @@ def tokenise(
             task=task, splits={name: _encode_rows(rows, backbone, limit, task) for name, rows in splits.items()}
         )
     tokenizer = backbone.tokenizer
+    if backbone.family.seq2seq and any(rows.pair is None for rows in splits.values()):
+        raise ConfigError(
+            f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
+            " follows from a text; set target= beside text=, or choose a model such as gpt2"
+        )
     encoded = {
         name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit, truncate=task.truncate)
         for name, rows in splits.items()
@@ -428,9 +464,11 @@ def max_sequence_length(backbone: Backbone) -> int:
 
     Raises `ModelError` for a model with positions for no text.
     """
-    config = backbone.model.config
+    config = backbone.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
+    if backbone.family.stock:
+        positions, unused = positions_of(backbone, positions)
     # A model without positions has no limit of its own.
     length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
     if length < LEAST_LENGTH:
@@ -456,8 +494,10 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> Enco
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line for each task with texts or prompts longer than what is read of them: how many, and how long they are."""
-    lines = []
+    """A line where the model runs through the stock path, and one for each task with texts or prompts longer than what is
+    read of them: how many, and how long they are.
+    """
+    lines = [f"{backbone.name} ({backbone.family.model_type}) {NOTE}"] if backbone.family.stock else []
     for name, clients in group_by(data.values(), lambda tokens: tokens.task.name).items():
         prompts = [prompts.encoded for tokens in clients for prompts in tokens.prompts.values()]
         parts = [*(examples for tokens in clients for examples in tokens.splits.values()), *prompts]
