@@ -62,6 +62,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"mkdir": 3, "touch": 1},
         "in a new folder of drafts; the folder of a run as the user names it",
     ),
+    "setup/own_data.py": ({"mkdir": 1}, "a folder of the user's own as the user names it"),
     "storage/assets.py": ({"tomllib.loads": 1, "read_text": 1}, "a resource of this package"),
     "storage/onnx_vit.py": (
         {"mkdir": 1, "write_bytes": 1, "read_bytes": 1},

@@ -69,7 +69,6 @@ RUNS: Mapping[str, str] = {
     "atlas compare --preset {} --strategies local fedavg_cluster atlas --seeds 3": (
         f"atlas compare {TINY} --strategies local fedavg_cluster atlas --seeds 3 --rounds 1"
     ),
-    "atlas run --preset {} --strategy local": f"atlas run {TINY} --strategy local",
     "atlas report {}": "atlas report runs/stopped --page-only",
     "atlas export": "atlas export runs/stopped --client movie-0 --to exported",
 }

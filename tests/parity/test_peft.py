@@ -66,7 +66,7 @@ def test_peft_loads_an_exported_folder_onto_the_stock_classifier_and_agrees(
     batch = inputs(tiny, data, np.arange(len(data)))
     with torch.no_grad():
         theirs, without = model(**batch).logits, tiny.stock(3)(**batch).logits
-    torch.testing.assert_close(ours(site, data, params), theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours(site, data, params), theirs, atol=3e-5, rtol=3e-5)
     assert (theirs - without).abs().max() > 0.05
 
 

@@ -494,9 +494,7 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> Enco
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line where the model runs through the stock path, and one for each task with texts or prompts longer than what is
-    read of them: how many, and how long they are.
-    """
+    """A line where the model runs through the stock path, and one for each task with texts that are cut."""
     lines = [f"{backbone.name} ({backbone.family.model_type}) {NOTE}"] if backbone.family.stock else []
     for name, clients in group_by(data.values(), lambda tokens: tokens.task.name).items():
         prompts = [prompts.encoded for tokens in clients for prompts in tokens.prompts.values()]
