@@ -359,7 +359,7 @@ IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def test_image_models_export_what_they_have_evaluated(kind: str, shared_folder: Path, tmp_path: Path) -> None:
     preset, values = IMAGE_RUNS[kind]
     architecture = values.get("model", "vit")
-    model = saved_once(shared_folder / f"tiny-{architecture}", lambda folder: save_tiny(folder, architecture))
+    model = saved_once(shared_folder / f"exported-{architecture}", lambda folder: save_tiny(folder, architecture))
     values = {**values, "model": str(model)}
     usual = {
         **{"image_size": 16, "tasks": "digits", "clients_per_task": 2, "participation": 1},
