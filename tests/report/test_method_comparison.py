@@ -76,8 +76,8 @@ def test_one_sentence_says_who_is_ahead(groups, comparison) -> None:
     ahead, behind = mean["atlas"] - mean["fedavg_cluster"], mean["fedavg_cluster"] - mean["local"]
     clients = len(comparison.clients)
     assert comparison_sentence(comparison) == (
-        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, p 0.25); local is"
-        f" behind it by {behind:.3f} (better on 0 of {clients} clients, p 0.25)"
+        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, p 0.25, not"
+        f" significant); local is behind it by {behind:.3f} (better on 0 of {clients} clients, p 0.25, not significant)"
     )
     one_seed = compare_methods({name: runs[:1] for name, runs in groups.items()}, control="local")
     assert comparison_sentence(one_seed).startswith("atlas is ahead of local by ")

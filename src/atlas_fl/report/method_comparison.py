@@ -165,6 +165,10 @@ def _by_examples(compared: MethodComparison, drawn: Mapping[str, Sequence[Any]])
     return replace(compared, rows=rows, pairs=pairs, by_examples=True)
 
 
+CHANCE = 0.05
+"""p up to which a difference is called significant."""
+
+
 def comparison_sentence(compared: MethodComparison) -> str:
     """Which methods are ahead of the control, by how much and on how many clients, as one line; best first.
 
@@ -180,6 +184,7 @@ def comparison_sentence(compared: MethodComparison) -> str:
         size = "" if abs(mean) < LEVEL_WITH else f" by {abs(mean):.3f}"
         better = f"better on {int((round_scores(gains) > 0).sum())} of {len(gains)} clients"
         chance = "one seed" if pair is None else f"p {pair.sign_flip_p:.2g}"
+        chance += ", not significant" if size and pair is not None and pair.sign_flip_p > CHANCE else ""
         words.append(f"{name} is {verb} {compared.control if not words else 'it'}{size} ({better}, {chance})")
     return "; ".join([*words[:MOST_NAMED], *([f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else [])])
 
