@@ -28,7 +28,7 @@ def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_train
     page = Path(said.out.splitlines()[-1])
     assert page.name == "report.html" and page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "\nround 1/2 " in said.out
-    assert "about 5.8 min on this machine" in said.out
+    assert "about 8.2 min on this machine" in said.out
 
     monkeypatch.setattr(doctor, "measure", lambda _: pytest.fail("a run that is there is not measured"))
     again = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))

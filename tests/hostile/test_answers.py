@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 Head, Tensors = dict[str, Any], dict[str, Any]
 HONEST = SITES[:2]
 SKETCH = 64
-KNOWN = {"round", "client", "task", "split", "majority", "classes", "examples", "seconds", "steps"} | set(
+KNOWN = {"round", "client", "task", "split", "majority", "classes", "examples", "seconds", "steps", "auroc"} | set(
     SCORES["classes"]
 )
 """What a row of scores holds."""

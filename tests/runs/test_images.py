@@ -114,7 +114,9 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
         pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
         logits = image_logits(assembly.site.vision, held, preprocess(assembly.site.vision, pixels))
         share = float((logits.argmax(1) == digit).float().mean())
-        assert classes[str(digit)] == {"examples": len(pixels), "accuracy": pytest.approx(share)}
+        found = classes[str(digit)]
+        assert (found["examples"], found["accuracy"]) == (len(pixels), pytest.approx(share))
+        assert found["recall"] == found["accuracy"]
     assert result.folder / "figures/by-class.png" in draw_all(result.folder)
 
 

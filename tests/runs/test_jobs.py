@@ -19,7 +19,7 @@ from tests.runs.reading import passing_audit
 def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(config: Make) -> None:
     base = config(rounds=1, samples=8, clusters="oracle")
     points = grid(base, over={"strategy": ("local",)}, seeds=(1,))
-    (bad,) = grid(base, over={"samples": ("100000",)}, seeds=(1,))
+    (bad,) = grid(base, over={"clients_per_task": ("100000",)}, seeds=(1,))
     told: list[tuple[int, str]] = []
     with pytest.raises(CheckpointError, match=r"failed: .*task 'movie' has \d+ train rows"):
         run_all((*points, bad), jobs=2, on_run=lambda index, _, state: told.append((index, state)))

@@ -38,7 +38,7 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     if site.trainable == "full":
         yield from _full_packs(jobs, site)
         return
-    if site.backbone.family.stock and not getattr(jobs[0].options, "multitask", False):
+    if jobs and site.backbone.family.stock and not getattr(jobs[0].options, "multitask", False):
         yield from ([job] for job in jobs)
     elif jobs and getattr(jobs[0].options, "multitask", False):
         yield list(jobs)

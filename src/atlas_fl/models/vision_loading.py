@@ -236,7 +236,7 @@ def save_vision(
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: index for index, name in enumerate(labels)}
     with torch.device("meta"):
-        last, _ = head_of(vision.name, AutoModelForImageClassification.from_config(config))
+        last, _ = head_of(vision.name, AutoModelForImageClassification.from_config(config, trust_remote_code=False))
     named = {**backbone_weights(vision), **params}
     tensors = {vision.classifier_names[key]: named[key] for key in vision.classifier_names}
     tensors |= dict(vision.model.named_buffers())  # such as the means of batches
