@@ -47,6 +47,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+USUAL = ("a sample, some clients a round", "attackers", "arrivals", "cuts", "personal rounds", "workers")
+"""Cases that show each part of the reference once."""
+
+
 def check(result: RunResult, plain: RunResult) -> Mapping[str, Any]:
     """The entry of the summary: its scores are those of both runs, and the run is that of nobody alone."""
     found, reference = result.summary["alone"], read_json(RunFolder(result.folder).alone / "summary.json")
@@ -68,7 +72,9 @@ def run_both(config: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in USUAL else pytest.mark.product) for case in CASES]
+)
 def test_a_run_says_what_its_clients_gain(config: Make, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "MOST_CLIENTS", 2)
     made = config(**{"alone": "all", **CASES[case]})
@@ -98,7 +104,7 @@ def test_text_that_is_written_is_compared(config: Make, tmp_path: Path, writer_o
     run_both(replace(base, data=replace(data, validation_samples=6, test_samples=6), model=model))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_actors_score_examples_too(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -36,7 +36,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(federation, tin
     said = ends.end(2).splitlines()[-1]
     assert "lacks encoder.layer.0.output.dense.weight" in said
     assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
-    assert "no fingerprint of movie-1" in stays.end(2)
+    assert "the server was stopped before the run was complete" in stays.end(2)
 
 
 @pytest.mark.slow
