@@ -126,18 +126,6 @@ def run_case(name: str, models: Path) -> dict[str, Any]:
         return outcome(run_config(config).folder)
 
 
-ADDED = {"balanced_accuracy", "macro_f1", "auroc"}
-"""Scores that were added since; what they are of is in the other scores."""
-
-
-def as_recorded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as rows were recorded: without words and times, and with counts by class of images alone."""
-    kept = {key: value for key, value in row.items() if key not in {*MEASURED, *ADDED, "reason", "classes"}}
-    if row.get("task") in ("digits", "fashion_mnist") and "classes" in row:
-        kept["classes"] = {name: row["classes"][name] for name in ("hits", "examples")}
-    return kept
-
-
 def outcome(folder: Path) -> dict[str, Any]:
     """SHA-256 of the models by client, of the scores, and the bytes of the ledger."""
     run = RunFolder(folder)
@@ -145,7 +133,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     models = {path.parent.name: digest(read_tensors(path)) for path in files}
     assert models, f"{folder} holds no model"
     told = [row for row in rows(folder) if row.get("event") != "mixed"]  # what mixing did is described, not decided
-    scores = [as_recorded(row) for row in told]
+    scores = [{key: value for key, value in row.items() if key not in {*MEASURED, "reason"}} for row in told]
     ledger = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     return {
         "models": sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()[:16],
