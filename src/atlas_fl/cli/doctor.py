@@ -148,8 +148,9 @@ def introduction(config: Config) -> Iterator[str]:
     yield "  1. fingerprints: which clients are alike, from what each computes on its own texts"
     yield "  2. ranks: how large an adapter each client's device can hold"
     yield f"  3. {rounds} rounds of training and mixing: a line each, with the mean score and the worst client's"
-    yield "  4. the same clients once more, each alone: what training together is worth"
-    yield "  5. report.html: what came out, on one page"
+    if config.run.alone != "none":
+        yield "     and the same clients once more, each alone: what training together is worth"
+    yield "  4. report.html: what came out, on one page"
     yield f"It is `atlas run --preset {config.run.preset}`, which repeats to the bit on this machine."
 
 

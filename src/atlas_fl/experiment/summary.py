@@ -401,7 +401,7 @@ def attack_note(summary: Mapping[str, Any]) -> str:
 
 
 def gain_note(summary: Mapping[str, Any]) -> str:
-    """What the clients gain from training together, as one line; empty where none was trained alone.
+    """The gains of the clients from training together, as one line; empty where none was trained alone.
 
     >>> loss = {"gain": -0.01, "interval": [-0.04, 0.02]}
     >>> gains = {"movie-0": {"gain": 0.1, "interval": [0.02, 0.18]}, "movie-1": loss}

@@ -29,7 +29,7 @@ from atlas_fl.models.backbone import Backbone, pad_left
 from atlas_fl.models.registry import Dense, Family
 
 NOTE = "ran through the stock path: padded, one client after another"
-"""What a plan says of a run whose architecture has no packs."""
+"""Note of a plan whose architecture has no packs."""
 
 
 def auto_class(config: Any, *, writes: bool) -> Any:
