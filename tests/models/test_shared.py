@@ -7,6 +7,7 @@ import torch
 
 from atlas_fl.models.backbone import ALIGNMENT, buffer_entries, tensor_views, write_weights
 from atlas_fl.models.loading import load_backbone
+from atlas_fl.split.model import load_client_part
 
 
 def shared(weights: dict[str, torch.Tensor]) -> tuple[mmap.mmap, list[dict[str, Any]]]:
@@ -51,3 +52,12 @@ def test_so_is_one_that_writes_with_its_output_embedding(writer_of: Callable[[st
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     for tensor in made.frozen.values():
         assert start <= tensor.data_ptr() < start + len(memory)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2", "llama"])
+def test_the_output_embedding_of_a_clients_part_is_aligned_too(
+    writer_of: Callable[[str], Any], architecture: str
+) -> None:
+    part = load_client_part(str(writer_of(architecture).path), blocks=1, writes=True)
+    assert torch.equal(part.vocabulary, writer_of(architecture).backbone.vocabulary)
+    assert part.vocabulary.data_ptr() % ALIGNMENT == 0
