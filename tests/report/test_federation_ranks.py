@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from atlas_fl.report.federation_ranks import nemenyi_difference, rank_methods
+from atlas_fl.report.federation_ranks import nemenyi_difference, rank_if_several, rank_methods, ranks_table
+from tests.report.test_comparison_tables import compared_runs
 
 DEMSAR = {
     "C4.5": [.763, .599, .954, .628, .882, .936, .661, .583, .775, 1, .940, .619, .972, .957],
@@ -70,3 +71,10 @@ def test_federations_that_all_rank_alike_or_not_at_all() -> None:
     tied = rank_methods(arrays({"a": [0.9, 0.8], "b": [0.9, 0.8]}), control="a")
     assert (tied.friedman_chi2, tied.friedman_p) == (0, 1)
     assert tied.against_control == {"b": 1}
+
+
+def test_methods_that_are_not_in_all_federations_are_named() -> None:
+    compared = [compared_runs(names) for names in (("local", "fedavg", "fedper"), ("local", "fedavg"))]
+    ranks = rank_if_several(compared)
+    assert ranks is not None and set(ranks.average_ranks) == {"local", "fedavg"}
+    assert "not ranked, as not in all federations: `fedper` (1)" in ranks_table(ranks, control="local").note

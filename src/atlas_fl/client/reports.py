@@ -36,6 +36,8 @@ class PackReport:
     site: Site
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
     """By client, bytes that went through its cut for the report."""
+    steps: Counter[str] = field(default_factory=Counter)
+    """By client, optimizer steps that were taken for the report."""
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -91,6 +93,7 @@ class PackReport:
         updates = train_and_filter(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
+            self.steps[update.client] += int(update.metrics["steps"])
         return {update.client: update.params for update in updates}
 
 
@@ -98,6 +101,7 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Every client's trained model with the report that its job asks for, in the order of the jobs."""
     reports: dict[str, Mapping[str, Params]] = {}
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
+    steps: Counter[str] = Counter()
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
         asked = PackReport(jobs=[job for job in jobs if job.options.report == kind], site=site)
         method = reporting(kind)
@@ -105,11 +109,12 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
             _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
+        steps += asked.steps
     updates = []
     for update in train_and_filter(jobs, site):
         reported = {**update.reported, **reports.get(update.client, {})}
         through = Counter(update.crossed) + crossed.get(update.client, Counter())
-        updates.append(replace(update, reported=reported, crossed=through))
+        updates.append(replace(update, reported=reported, crossed=through).with_steps(steps[update.client]))
     return updates
 
 

@@ -308,8 +308,8 @@ def one_round(
     cuts = cuts_of(assembly, planned.plan)
     engine = attach_hosts(assembly, planned.plan.clients, engine)
     jobs = _train_jobs(assembly, planned, start, parts, cuts)
-    updates = engine.run("train", jobs)
-    state = _train_own_models(engine, jobs, state, start, parts)
+    trained = engine.run("train", jobs)
+    state, updates = _train_own_models(engine, jobs, state, start, parts, trained)
     received = screen_updates(assembly, state, updates)
     step = _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received)
     mixed = replace(
@@ -385,9 +385,15 @@ def _train_jobs(
 
 
 def _train_own_models(
-    engine: Engine, jobs: Sequence[Job], state: FederationState, start: RoundStart, parts: Sequence[Part]
-) -> FederationState:
-    """The state with the models of their own that clients train beside the shared ones, on the same examples."""
+    engine: Engine,
+    jobs: Sequence[Job],
+    state: FederationState,
+    start: RoundStart,
+    parts: Sequence[Part],
+    shared: Sequence[Update],
+) -> tuple[FederationState, Sequence[Update]]:
+    """The state with the models of their own that clients train beside the shared ones, on the same examples; and the
+    updates of these with the steps of both."""
     for part in parts:
         own = part.own_training(start)
         if own is None:
@@ -405,7 +411,8 @@ def _train_own_models(
         updates = {update.client: update for update in engine.run("train", own_jobs)}
         models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
         state = replace(state, by_client={**state.with_newest(updates), "second": models})
-    return state
+        shared = [update.with_steps(updates[update.client].metrics["steps"]) for update in shared]
+    return state, shared
 
 
 def _keep_trained(state: FederationState, received: ReceivedUpdates) -> ServerStep:

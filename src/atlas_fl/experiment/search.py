@@ -19,7 +19,7 @@ from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, ignore
-from atlas_fl.experiment.summary import best_rounds, histories, mean_series
+from atlas_fl.experiment.summary import LOWEST, best_rounds, histories, mean_series
 from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
@@ -121,13 +121,13 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The score of its best round."""
-        return max(self.scores.values())
+        """The score of its best round; the lowest there is where no round's outputs are numbers."""
+        return max(self.scores.values(), default=LOWEST)
 
     @property
-    def best_round(self) -> int:
+    def best_round(self) -> int | None:
         """The round with the highest score, the earliest of equals."""
-        return best_rounds(self.scores, 1)[0]
+        return next(iter(best_rounds(self.scores, 1)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,10 @@ def run_search(
         scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
         finished.append(Trial(number=number, params=params, run=run.name, scores=scores))
     result = SearchResult(settings=_settings_file(base, space), trials=tuple(finished))
+    if result.best.best_round is None:
+        raise ConfigError(
+            f"the models of all {trials} trials give outputs that are NaN or infinite; search lower rates in --over"
+        )
     best = points[result.best.number].config
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
     write_atomic(result.settings, to_toml(named).encode())

@@ -8,6 +8,7 @@
     tasks      per task: its metric, means over its clients, the worst client, the spread; the same by class
     overall    the same over all clients
     attackers, honest  with `--attack`: who attacks, and the same over all others
+    steps      optimizer steps of all clients in all rounds, of second models and of halves too
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round; apart, what reused results of earlier runs of the process had taken
     alone      with `--alone`: per client its test score together and alone, the gain and its interval
@@ -73,6 +74,8 @@ ROW_NAMES = (
 """Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""
 SHARING = ("own_share", "effective_clients", "variance_over_noise")
 """Measures of a client's row under `kriging` (`methods.kriging.MeasuredSharing`)."""
+LOWEST = -1.0
+"""The lowest score of any metric: that of settings whose models give outputs that are no numbers."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
 
 
@@ -120,8 +123,12 @@ class History:
     splits: Mapping[str, Mapping[int, Row]]
 
     def series(self, split: str, metric: str = "primary") -> dict[int, float]:
-        """A metric by round; rounds where it is undefined are left out."""
-        return {round: float(row[metric]) for round, row in self.splits.get(split, {}).items() if metric in row}
+        """A metric by round; rounds where it is undefined are left out.
+
+        Validation chooses the best round, and no round is chosen in which outputs are no numbers: its row has no loss.
+        """
+        needed = {metric, "loss"} if split == "validation" else {metric}
+        return {round: float(row[metric]) for round, row in self.splits.get(split, {}).items() if needed <= row.keys()}
 
 
 def histories(rows: Iterable[Row]) -> dict[str, History]:
@@ -363,6 +370,7 @@ def summarise(
             | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0}), "utilisation": used[client]}
             for client, history in by_client.items()
         },
+        "steps": sum(int(row.get("steps", 0)) for row in metrics if row.get("split") == "train"),
         "bytes": _bytes(traffic, metrics, full_model_bytes),
         "seconds": {
             "phases": dict(phase_seconds),

@@ -1,22 +1,23 @@
 """Equal tuning before a comparison (`atlas compare --trials`): as many settings of every method, on development seeds.
 
-Each method is tried with the same number of settings: learning rates around the one given, and where a method has a
-knob of its own, both together, the nearest to the defaults first. The best by mean validation score over the
-development seeds is what the comparison then runs on its own seeds; test scores choose nothing.
+Every method is tried at the same learning rates, around the one given, as many as there are trials; knobs of a
+method's own are drawn at random beside them (Bergstra and Bengio, Random search for hyper-parameter optimization, JMLR
+2012), the defaults first. The best by mean validation score over the development seeds is what the comparison then runs
+on its own seeds; test scores choose nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from atlas_fl.config import Config, settings, value_of, with_values
-from atlas_fl.config.schema import NONE
-from atlas_fl.errors import short_repr
+from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.experiment.summary import LOWEST
 from atlas_fl.experiment.sweep import Point, grid
+from atlas_fl.rng import generator
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -25,10 +26,11 @@ DEVELOPMENT_SEEDS = (9001, 9002)
 
 SettingValue: TypeAlias = float | str
 
-KNOBS: Mapping[str, tuple[str, Sequence[SettingValue]]] = {
-    strategy: (setting.name, values) for setting in settings().values() for strategy, values in setting.tried.items()
-}
-"""The knob of a method, and its values, the default first (`methods.knobs.Tried`)."""
+KNOBS: dict[str, dict[str, Sequence[SettingValue]]] = {}
+"""By method, the values of its knobs, the default first (`methods.knobs.Tried`)."""
+for _setting in settings().values():
+    for _strategy, _values in _setting.tried.items():
+        KNOBS.setdefault(_strategy, {})[_setting.name] = _values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +81,22 @@ RunPoints = Callable[[Sequence[Point]], Sequence[Path]]
 """Runs every point, and gives the folders of the finished runs."""
 
 
-def candidates(strategy: str, number: int, *, lr: float, is_cut: bool = False) -> tuple[dict[str, SettingValue], ...]:
+def candidates(strategy: str, number: int, *, lr: float) -> tuple[dict[str, SettingValue], ...]:
     """The settings that are tried of a strategy, `number` of them, the defaults first.
 
-    Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on. A cut model trains the same parts in every step: there
-    is no order of parts to try.
+    Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on, for every strategy the same.
 
     >>> candidates("fedavg", 3, lr=0.001)
     ({'lr': 0.001}, {'lr': 0.002}, {'lr': 0.0005})
     """
-    knob, values = KNOBS.get(strategy, ("", ()))
-    if not values or (is_cut and knob == "trained_parts"):
-        return tuple({"lr": lr * _factor(index)} for index in range(number))
-    pairs = ((total - place, place) for total in count() for place in range(min(total + 1, len(values))))
-    return tuple({"lr": lr * _factor(rate), knob: values[place]} for (rate, place), _ in zip(pairs, range(number)))
+    rng, knobs = generator(0, "tuning", strategy), KNOBS.get(strategy, {})
+    return tuple(
+        {
+            "lr": lr * _factor(trial),
+            **{name: values[int(rng.integers(len(values))) if trial else 0] for name, values in knobs.items()},
+        }
+        for trial in range(number)
+    )
 
 
 def _factor(index: int) -> float:
@@ -113,13 +117,10 @@ def tune_methods(
     """Try `number` settings of every strategy on the development seeds.
 
     Raises:
-        ConfigError: a setting contradicts the base.
+        ConfigError: a setting contradicts the base, or a strategy's models give no numbers with any that is tried.
         CheckpointError: a run failed; those before it stay and are not repeated.
     """
-    is_cut = base.split.split != NONE
-    tried = [
-        (strategy, values) for strategy in strategies for values in candidates(strategy, number, lr=lr, is_cut=is_cut)
-    ]
+    tried = [(strategy, values) for strategy in strategies for values in candidates(strategy, number, lr=lr)]
     points = [
         point
         for strategy, values in tried
@@ -129,6 +130,11 @@ def tune_methods(
     trials: dict[str, list[TuningTrial]] = {}
     for (strategy, values), mean in zip(tried, np.reshape(scores, (len(tried), -1)).mean(axis=1).tolist(), strict=True):
         trials.setdefault(strategy, []).append(TuningTrial(settings=values, validation=mean))
+    if diverged := [name for name, own in trials.items() if all(trial.validation == LOWEST for trial in own)]:
+        raise ConfigError(
+            f"no settings of {', '.join(diverged)} that were tried gave outputs that are numbers at all clients; lower"
+            " --lr, or tune more of them with --trials"
+        )
     return tuple(TunedMethod(strategy=strategy, trials=tuple(own)) for strategy, own in trials.items())
 
 
@@ -184,5 +190,6 @@ def parse_tuning(content: Mapping[str, Any]) -> TunedMethod:
 
 
 def _validation(folder: Path, score: str) -> float:
-    summary = read_json(RunFolder(folder).summary)
-    return float(summary["overall"][score]["validation"]["primary"])
+    """The mean validation score; the lowest there is where a client's outputs were no numbers: it has no loss then."""
+    scores = read_json(RunFolder(folder).summary)["overall"][score].get("validation", {})
+    return float(scores["primary"]) if "loss" in scores else LOWEST

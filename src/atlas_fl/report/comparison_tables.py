@@ -6,7 +6,7 @@ which none of them shows is noticed.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from atlas_fl.report.csv_text import format_csv
@@ -18,8 +18,8 @@ from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, s
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
 RowT = TypeVar("RowT")
-MEMORY = "device memory"
-"""Heading of the column that is left out where nothing is known of it; others show a dash."""
+MEMORY, STEPS, TIME = "device memory", "client steps", "time"
+"""Headings of the columns that are left out where nothing is known of them; others show a dash."""
 
 
 def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
@@ -78,9 +78,9 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
         "clients": lambda row: count(row.statistics.clients),
         "bytes": lambda row: size(row.num_bytes),
         "below whole": _below_whole,
+        STEPS: lambda row: count(row.client_steps),
         MEMORY: lambda row: size(row.memory_bytes),
-        "time": _whole_time,
-        "reused": lambda row: duration(row.reused_seconds),
+        TIME: _whole_time,
     },
 }
 """Columns of the tables of methods, by title."""
@@ -120,9 +120,9 @@ NOTES = {
         " predictions is from their accuracy (Guo et al. 2017)"
     ),
     "Costs": (
-        "below whole: bytes not sent of those of whole models; device memory: what training takes of the client that"
-        " needs most, as the plan predicts it; time: of a run, with what the results had taken that it reused from"
-        " earlier runs (reused); frozen states that are kept are not in it"
+        "below whole: bytes not sent of those of whole models; client steps: optimizer steps of all clients, second"
+        " models and halves with them; device memory: what training takes of the client that needs most, as the plan"
+        " predicts it; time: of a run here, with what the results had taken that it reused from earlier runs"
     ),
     "Against": (
         f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more; P (run beats"
@@ -145,7 +145,7 @@ def method_tables(rows: Mapping[str, MethodRow], *, by_examples: bool = False) -
     tables = []
     for title, columns in METHOD_TABLES.items():
         unknown = {name for name, cell in columns.items() if all(text_of(cell(row)) == EMPTY for row in rows.values())}
-        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY}}
+        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY, STEPS, TIME}}
         if len(unknown) < len(columns):
             end = BY_EXAMPLES if by_examples and title == "Scores" else ""
             tables.append(_table(title, kept, rows, note=NOTES[title] + end))
@@ -187,7 +187,9 @@ def page_tables(comparison: MethodComparison) -> list[Table]:
     ]
     title = f"Minus {comparison.control}, by seed"
     minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
-    methods = method_tables(comparison.rows, by_examples=comparison.by_examples)
+    # runs of a page may be of several machines, whose times do not compare
+    untimed = {name: replace(row, seconds=None) for name, row in comparison.rows.items()}
+    methods = method_tables(untimed, by_examples=comparison.by_examples)
     return [*methods, *pair_tables(comparison), *([minus] if by_seed else [])]
 
 

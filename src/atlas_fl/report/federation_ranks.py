@@ -4,8 +4,9 @@ Demsar, Statistical comparisons of classifiers over multiple data sets, JMLR 7 (
 method; what is compared is the order of the methods, so that federations of any metric and difficulty weigh the same.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float64
@@ -30,6 +31,14 @@ class MethodRanks:
     """Average ranks that lie further apart differ at the 5% level by Nemenyi's test of all pairs."""
     against_control: Mapping[str, float]
     """By method, p of its average rank against the control's: two-sided, after Holm; empty without a control."""
+    partial: Mapping[str, int] = field(default_factory=dict)
+    """Methods without a rank, since they are not in all federations, and in how many they are."""
+
+    @property
+    def partial_words(self) -> str:
+        """`not ranked, as not in all federations: pfedgraph (3)`; empty if all are ranked."""
+        words = ", ".join(f"`{name}` ({count})" for name, count in self.partial.items())
+        return f"not ranked, as not in all federations: {words}" if words else ""
 
 
 def rank_methods(
@@ -60,12 +69,14 @@ def rank_if_several(comparisons: Sequence[MethodComparison]) -> MethodRanks | No
     """Average ranks by the mean scores of the methods that all comparisons have; None if these or the comparisons are
     fewer than two."""
     means = [{name: row.statistics.mean for name, row in one.rows.items()} for one in comparisons]
-    common = [name for name in means[0] if all(name in other for other in means)] if means else []
+    counts = Counter(name for mean in means for name in mean)
+    common = [name for name, number in counts.items() if number == len(means)]
     if len(means) < 2 or len(common) < 2:
         return None
     control = comparisons[0].control
     scores = {name: np.array([mean[name] for mean in means]) for name in common}
-    return rank_methods(scores, control=control if control in common else None)
+    partial = {name: number for name, number in counts.items() if name not in common}
+    return replace(rank_methods(scores, control=control if control in common else None), partial=partial)
 
 
 def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
@@ -81,6 +92,7 @@ def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
         note=(
             f"1 is the best of {ranks.federations} federations; Friedman p {ranks.friedman_p:.3f}; ranks that are"
             f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi)"
+            + (f"; {ranks.partial_words}" if ranks.partial else "")
         ),
     )
 

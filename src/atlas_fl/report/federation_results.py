@@ -24,7 +24,7 @@ from atlas_fl.report.method_comparison import BASELINE, MethodComparison, compar
 
 OF_THE_METHOD = frozenset(name for method in METHODS.values() for name in (*method.settings, *method.suggested))
 """Settings that some method sets: in these the methods of one federation may differ."""
-OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_THE_METHOD
+OF_THE_TUNING = frozenset({"lr", *(name for knobs in KNOBS.values() for name in knobs)}) - OF_THE_METHOD
 """Settings that tuning varies and no method sets."""
 VARIED = OF_THE_METHOD | OF_THE_TUNING
 """Settings that may tell the rows of one federation apart."""

@@ -34,13 +34,12 @@ NUMBERS = {
     "gain_over_majority": "gain_over_majority",
     "bytes": "num_bytes",
     "bytes_below_whole": "bytes_below_whole",
-    "seconds": "seconds",
-    "seconds_reused": "reused_seconds",
+    "client_steps": "client_steps",
     "memory_bytes": "memory_bytes",
     "loss": "loss",
     "calibration_error": "calibration_error",
 }
-"""Fields of `RunScores` by their columns of the file."""
+"""Fields of `RunScores` by their columns of the file; no times, since its rows may be of several machines."""
 SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
 """Entries of a summary that its readers use."""
 COLUMNS = (
@@ -70,13 +69,15 @@ class RunScores:
     """Both directions."""
     bytes_below_whole: float | None
     """Share of the bytes that it does not send of those of whole models in every round."""
-    seconds: float | None
-    """Wall-clock time."""
-    reused_seconds: float | None
-    """Seconds of the results that it reused from earlier runs of its process; None if a run does not say."""
+    client_steps: float | None
+    """Optimizer steps of all clients in all rounds; None where a run does not say."""
     memory_bytes: float | None
     """Memory that training takes of the device of the client that needs most, as predicted; None where a plan does not
     predict it."""
+    seconds: float | None = None
+    """Wall-clock time; None of a row of a file."""
+    reused_seconds: float | None = None
+    """Seconds of the results that it reused from earlier runs of its process."""
     resampled: Mapping[str, Any] | None = None
     """By client, final test scores over draws of its examples, (draws,); None of a row of a file, and of data that are
     not a user's own."""
@@ -151,6 +152,7 @@ def _scores_of_summary(summary: Mapping[str, Any], score: str, run: Path | str) 
         gain_over_majority=summary["overall"][score]["test"].get("gain_over_majority"),
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
+        client_steps=summary.get("steps"),
         seconds=summary["seconds"].get("total"),
         reused_seconds=summary["seconds"].get("reused"),
         memory_bytes=None if None in needed else max(needed),

@@ -39,7 +39,7 @@ CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 
 MEANS = (
     *("loss", "calibration_error", "gain_over_majority", "bytes_below_whole"),
-    *("seconds", "reused_seconds", "memory_bytes"),
+    *("client_steps", "seconds", "reused_seconds", "memory_bytes"),
 )
 """Fields of `MethodRow` that are means of those of its runs."""
 
@@ -67,6 +67,8 @@ class MethodRow:
     """Bytes of a run, both directions."""
     bytes_below_whole: float | None
     """Share of the bytes that it does not send of those of whole models in every round; None where a run says none."""
+    client_steps: float | None
+    """Optimizer steps of all clients of a run; None where a run does not say."""
     seconds: float | None
     """Wall-clock time of a run; None where a run does not say."""
     reused_seconds: float | None

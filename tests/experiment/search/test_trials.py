@@ -61,7 +61,7 @@ def lived(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             common = {"round": round, "client": "a-0", "task": "a"}
             with folder.metrics.open("a") as file:
                 for split, primary in (("validation", validation), ("test", test)):
-                    file.write(json.dumps({**common, "split": split, "primary": primary}) + "\n")
+                    file.write(json.dumps({**common, "split": split, "primary": primary, "loss": 1.0}) + "\n")
             told = {"round": round, "rounds": 3, "loss": 1.0, "seconds": 0.0, "bytes": 0}
             on_event(RoundFinished(scores={"a-0": validation}, **told))
         folder.summary.write_text("{}")
