@@ -20,14 +20,15 @@ from atlas_fl.storage.jsonl import write_json
 def summary_of(config: Config) -> dict[str, Any]:
     score = {"local": 0.5}.get(config.mixing.strategy, 0.75) + config.mixing.eta / 10
     test = {"primary": score, "accuracy": score, "majority": 0.5, "gain_over_majority": score - 0.5}
-    final = {"test": test, "validation": {"primary": score}, "spread": {"std": 0.0}}
+    final = {"test": test, "validation": {"primary": score, "loss": 1.0}, "spread": {"std": 0.0}}
     final["worst_client"] = {"client": "movie-0"} | test
     group = {"clients": 1, "final": final, "best": final}
+    ranks = [4, 8] if config.mixing.strategy == "ditto" else [8, 8]
     return {
         "run": {"seed": config.run.seed, "strategy": config.mixing.strategy, "rounds": 1},
         "overall": group,
         "tasks": {"movie": group},
-        "clients": {"movie-0": {"task": "movie", "final": {"test": test}, "best": {"test": test}}},
+        "clients": {"movie-0": {"task": "movie", "final": {"test": test}, "best": {"test": test}, "ranks": ranks}},
         "bytes": {"up": 1000, "down": 2000, "total": 3000},
         "seconds": {"total": 1.0, "phases": {}},
     }
@@ -209,6 +210,17 @@ def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_va
     (page,) = tmp_path.glob("comparison-null-strategy-lr-????????.html")
     text = page.read_text(encoding="utf-8")
     assert all(f"{name} lr={rate}" in text for name in ("local", "fedavg") for rate in ("0.001", "0.01"))
+
+
+def test_a_comparison_says_that_ranks_differ_how_long_it_takes_and_a_note_once(atlas, ran, tmp_path) -> None:
+    words = ["--strategies", "local", "fedavg", "ditto", "--seeds", "2", "--runs-dir", str(tmp_path), "--ranks", "8"]
+    said = atlas("compare", *words, "--second-weight", "0.5")
+    assert "note: clients have other ranks under some methods, in 2 of 2 comparisons by seed; --ranks 8" in said.out
+    assert said.out.count("note: as you wish") == 1
+    lines = [line for line in said.out.splitlines() if line.startswith("run ")]
+    assert len(lines) == 6 and "left in all" not in lines[0] and all("left in all" in line for line in lines[1:])
+    other = atlas("compare", *words[:3], *words[4:], "--runs-dir", str(tmp_path / "two"))
+    assert "other ranks" not in other.out
 
 
 def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(atlas, ran, tmp_path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.report.comparison_tables import shown
 from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.method_comparison import (
     MethodComparison,
@@ -75,9 +76,10 @@ def test_one_sentence_says_who_is_ahead(groups, comparison) -> None:
     mean = {name: row.statistics.mean for name, row in comparison.rows.items()}
     ahead, behind = mean["atlas"] - mean["fedavg_cluster"], mean["fedavg_cluster"] - mean["local"]
     clients = len(comparison.clients)
+    chance = "p 0.25, not significant; 3 seeds cannot show less than 0.25"
     assert comparison_sentence(comparison) == (
-        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, p 0.25, not"
-        f" significant); local is behind it by {behind:.3f} (better on 0 of {clients} clients, p 0.25, not significant)"
+        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, {chance});"
+        f" local is behind it by {behind:.3f} (better on 0 of {clients} clients, {chance})"
     )
     one_seed = compare_methods({name: runs[:1] for name, runs in groups.items()}, control="local")
     assert comparison_sentence(one_seed).startswith("atlas is ahead of local by ")
@@ -102,6 +104,12 @@ def test_intervals_of_a_users_own_data_are_over_draws_of_test_examples(groups) -
     assert (low, high) == pytest.approx((0.1 - 0.0196, 0.1 + 0.0196), abs=0.003)
     low, high = compared.rows["local"].statistics.interval
     assert high - low == pytest.approx(4 * 0.05, abs=0.02)
+    assert compared.pairs["atlas"].bayesian.right == 1 and shown(compared.pairs["atlas"]) == "better"
+    assert f"clients, 95% {compared.by_examples['atlas'][0]:+.3f} to " in comparison_sentence(compared)
+    one_seed = compare_scores({name: runs[:1] for name, runs in drawn.items()}, control="local")
+    assert comparison_sentence(one_seed).endswith(")") and "95% +0.08" in comparison_sentence(one_seed)
+    level = compare_scores({"local": drawn["local"], "same": drawn["local"]}, control="local")
+    assert shown(level.pairs["same"]) == "equal" and "within noise" in comparison_sentence(level)
     rows = drawn["atlas"][1:] + read["atlas"][:1]  # a row of a file has no draws
     assert not compare_scores({**drawn, "atlas": rows}, control="local").by_examples
 

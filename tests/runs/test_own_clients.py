@@ -41,7 +41,7 @@ def write_hospitals(folder: Path) -> None:
         table.writerows((*row, name) for name, own in by_hospital.items() for row in own)
     for name, own in {**by_hospital, "new": [row for row in rows[300:360] if row[1] != "ABBR"]}.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("note", "triage"), *own])
+            csv.writer(file).writerows([("note", "triage", "hospital"), *((*row, name) for row in own)])
 
 
 @pytest.fixture
@@ -126,6 +126,8 @@ def test_a_late_hospital_a_newcomer_and_an_export(
     assert "triage" in (run / "report.html").read_text()
     placed = place_client(run, task=f"triage={tmp_path}/new.csv,{COLUMNS}")
     assert placed.name == "triage-2"
+    named = place_client(run, task=f"triage={tmp_path}/new.csv,{COLUMNS},client=hospital")
+    assert (named.examples, named.placement) == (placed.examples, placed.placement), "its file may name it"
     for task in ("triage", hospitals().data.task[0]):
         with pytest.raises(ConfigError, match=r"a newcomer is one client, and task 'triage' names 3 \(Mary, north"):
             place_client(run, task=task)

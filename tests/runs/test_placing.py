@@ -85,7 +85,7 @@ def test_a_newcomer_goes_on_with_the_cuts_of_its_task(config: Make) -> None:
 
 def test_a_run_without_clusters_is_refused_on_one_line(config: Make) -> None:
     local = run_config(config(strategy="local", rounds=1))
-    with pytest.raises(ConfigError, match=r"has no clusters: strategy 'local' uses none; name a run of another"):
+    with pytest.raises(ConfigError, match=r"has no clusters: strategy 'local' uses none, and a newcomer takes"):
         place_client(local.folder, task="movie")
 
 

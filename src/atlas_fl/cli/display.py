@@ -74,6 +74,7 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
         phases: dict[str, TaskID] = {}
         rounds: list[TaskID] = []
         taken: list[float] = []
+        told: set[str] = set()
 
         def show(event: Event) -> None:
             if isinstance(event, RoundFinished):
@@ -85,6 +86,10 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
             if isinstance(event, Progress):
                 _advance(bars, phases, event)
             elif (line := event_line(event)) is not None and (notes or not isinstance(event, Note)):
+                if isinstance(event, Note):
+                    if line in told:  # the runs of a comparison have the same data
+                        return
+                    told.add(line)
                 if isinstance(event, RoundFinished):
                     taken.append(event.seconds)
                     line += time_left(taken, event.rounds - event.round)

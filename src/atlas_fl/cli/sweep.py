@@ -1,5 +1,6 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +41,14 @@ from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import VARIED, federation_results
 from atlas_fl.report.finished_runs import FinishedRun, RunScores, read_finished_run, to_csv
+from atlas_fl.report.format import seconds
 from atlas_fl.report.html.write import write_report
 from atlas_fl.report.method_comparison import describe_runs
 from atlas_fl.report.results_page import lines_in_one_place, sentence_of, write_page
 from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 
 MOST_TRIALS = 20
@@ -109,6 +112,7 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(federations))
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
+    show(_ranks_note(runs))
     finished, written = _write_runs(runs, path=path, score=options.score)
     control = _show_comparison(finished, options, values, path=path)
     show(written)
@@ -177,14 +181,33 @@ def _write_tuning(runs: Runs, tuned: Mapping[str, Sequence[TunedMethod]]) -> Non
 
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     """Run these points; each with the folder of its finished run."""
+    began: list[float] = []
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
             run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"
-            on_event(PhaseStarted(f"{run} {WORDS[state]}"))
+            left = ""
+            if state != "finished":
+                began.append(time.monotonic())
+                if jobs == 1 and len(began) > 1:
+                    each = (began[-1] - began[0]) / (len(began) - 1)
+                    left = f" (about {seconds(each * (len(points) - index))} left in all)"
+            on_event(PhaseStarted(f"{run} {WORDS[state]}{left}"))
 
         folders = run_all(points, jobs=None if jobs == 1 else jobs, on_run=announce, on_event=on_event)
     return list(zip(points, folders, strict=True))
+
+
+def _ranks_note(runs: Runs) -> list[str]:
+    """A note where the clients of one seed and federation have other ranks under other methods."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for point, folder in runs:
+        others = [value for name, value in point.changes.items() if name not in ("strategy", "ranks")]
+        ranks = [entry.get("ranks") for entry in read_json(RunFolder(folder).summary)["clients"].values()]
+        found.setdefault((str(point.config.run.seed), *others), set()).add(str(ranks))
+    differing = sum(len(kinds) > 1 for kinds in found.values())
+    words = f"note: clients have other ranks under some methods, in {differing} of {len(found)} comparisons by seed"
+    return [f"{words}; --ranks 8 gives all the same"] if differing else []
 
 
 def _write_runs(
@@ -214,7 +237,7 @@ def _show_comparison(
         show([f"\n{result.title}"] if len(results) > 1 or not sentence_of(result) else [])
         if result.comparison is not None and options.all:
             rows = result.comparison.rows
-            methods = method_tables(rows, by_examples=result.comparison.by_examples)
+            methods = method_tables(rows, by_examples=bool(result.comparison.by_examples))
             show([*methods, task_table(rows), *pair_tables(result.comparison)])
         elif result.comparison is not None:
             show([*first_tables(result.comparison), "--all prints the other tables"])

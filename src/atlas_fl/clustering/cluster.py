@@ -178,6 +178,9 @@ def _decide(
             proposed = k_search.labels_without_structure(*halves, settings, proposed)
         elif settings.fixed_k is None:
             proposed = np.zeros_like(proposed)
+        if settings.fixed_k is None and len(np.unique(proposed)) == len(proposed) > 1:
+            reason = f"each of {len(proposed)} clients differs from all others by more than its own halves differ"
+            verdict = replace(verdict, reason=reason)
         notes = (*notes, f"no structure: {verdict.reason}; {_consequence(proposed, settings)}")
     among = evidence.similarity[np.ix_(decided, decided)]
     labels[decided], merges = k_search.merge_small(proposed, among, min_size=settings.min_cluster_size)

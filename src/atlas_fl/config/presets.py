@@ -141,15 +141,17 @@ def dial_note(config: Config) -> tuple[str, ...]:
 
 OWN_DEVICES = ("laptop_8gb",)
 """The device of all clients of a user's own data where nobody names one: none is small by its place in the list."""
+OWN_RANKS = "8"
+"""Their ranks: of one device there is one rank, so that methods compare on equal terms and FedAvg has one model."""
 _SIZES = ("samples", "validation_samples", "test_samples")
 
 
 def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] | None, said: Collection[str]) -> Config:
     """A preset's config for a user's own data: these rows of `--task`, and the `tasks` that the user names beside them.
 
-    The preset's tasks go unless the user names some. Where all tasks are the user's own, all clients have one device;
-    where every row names its clients (`client=`), each has all its examples unless the preset limits them. `said` are
-    the settings that the user gives, which stay.
+    The preset's tasks go unless the user names some. Where all tasks are the user's own, all clients have one device
+    and one rank; where every row names its clients (`client=`), each has all its examples unless the preset limits
+    them. `said` are the settings that the user gives, which stay.
     """
     own = {row.partition("=")[0].partition(",")[0] for row in rows}
     if not own:
@@ -157,6 +159,8 @@ def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] |
     changes: dict[str, Any] = {"tasks": ()} if tasks is None else {}
     if own.issuperset(tasks or ()):
         changes["devices"] = OWN_DEVICES
+        if "devices" not in said:
+            changes["ranks"] = OWN_RANKS
         if all(",client=" in row for row in rows):
             limited = presets()[config.run.preset].settings if config.run.preset in presets() else {}
             changes |= dict.fromkeys(name for name in _SIZES if name not in limited)

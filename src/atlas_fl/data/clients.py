@@ -442,9 +442,13 @@ def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
     sizes = [row["examples"]["train"] for row in rows]
     classes = [sum(count > 0 for count in row["labels"].values()) for row in rows]
     apart = float(np.mean([row["distance"] for row in rows]))
+    tests = [row["examples"]["test"] for row in rows]
+    one_class = [row["client"] for row, number in zip(rows, classes, strict=True) if number == 1]
+    little = f"; {first_of(one_class)}: one class alone, so that a score says little" if one_class else ""
     return (
-        f"{task}: {sum(sizes):,} training examples over {len(rows)} client{'s' * (len(rows) > 1)}, {_span(sizes)} each,"
-        f" of {_span(classes)} of {len(rows[0]['labels'])} classes; labels {apart:.2f} from the task's mix (0 to 1)"
+        f"{task}: {sum(sizes):,} training examples over {len(rows)} client{'s' * (len(rows) > 1)}, {_span(sizes)} each"
+        f" ({_span(tests)} to test on), of {_span(classes)} of {len(rows[0]['labels'])} classes; labels"
+        f" {apart:.2f} from the task's mix (0 to 1){little}"
     )
 
 

@@ -296,7 +296,7 @@ class _Chosen:
             raise DataError(lacking if counts["skipped"] else empty)
         notes = {
             f"{counts['empty']:,} empty rows are skipped": counts["empty"],
-            f"{counts['skipped']:,} rows without a value in {self._names()} are skipped": counts["skipped"],
+            f"{counts['skipped']:,} rows without a value in {self._names('or')} are skipped": counts["skipped"],
             f"{len(self.rows):,} of {counts['fit']:,} rows are drawn": counts["fit"] - len(self.rows),
         }
         remarks = (*self.remarks, *(remark for remark, count in notes.items() if count))
@@ -306,8 +306,9 @@ class _Chosen:
         names = dict.fromkeys(name for _, values in rows for name in values)
         return {name: [values.get(name) for _, values in rows] for name in names}, remarks
 
-    def _names(self) -> str:
-        return " and ".join(map(repr, self.reading.names))
+    def _names(self, word: str = "and") -> str:
+        names = [*map(repr, self.reading.names)]
+        return f" {word} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _size(row: Iterable[Any]) -> int:

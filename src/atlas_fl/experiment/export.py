@@ -137,7 +137,10 @@ def global_client(config: Config, models: ByClient) -> str:
     elif config.training.prior_correction:
         reason = "each client's scores have its own class frequencies (--prior-correction)"
     elif different > 1:
-        reasons = "a personal part, heads of several tasks, ranks of their own, or one trained alone in the last round"
+        ranks = {tuple(sorted(tensor.shape for tensor in params.values())) for params in models.values()}
+        reasons = "a personal part, or one trained alone in the last round"
+        if len(ranks) > 1:
+            reasons = "ranks of their own, or heads of several tasks; a run with --ranks 8 gives all one rank"
         reason = f"its {len(models)} clients end with {different} different models ({reasons})"
     if reason:
         strategy = config.mixing.strategy

@@ -51,8 +51,8 @@ def place_client(
     config, plan = recorded_config(folder), read_plan(folder, folder.plan)
     if "similarity" not in plan.clustering:
         raise ConfigError(
-            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
-            " strategy, such as atlas"
+            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none, and a newcomer takes the"
+            " model that all have; name a run of another strategy, such as atlas"
         )
     clustering = Clustering.from_json(plan.clustering)
     on_event(PhaseStarted("loading"))
@@ -89,11 +89,14 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
         (task,) = find_tasks((), (with_labels(description, classes),))
     else:
         task = find_tasks((description,), run_tasks)[0]
-    if task.clients:
+    if len(task.clients) > 1:
         raise ConfigError(
             f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({', '.join(task.clients[:3])}"
             f"{', ..' if len(task.clients) > 3 else ''}); give a file of its rows alone: --task {task.name}=new.csv"
         )
+    if task.clients:
+        (own,) = load_task(task, source_of(config)).clients
+        task = replace(task, clients=(), load=lambda _: own)
     matching = tuple(text for text in run_tasks if text.startswith(f"{task.name}="))
     names = tuple(name for name in config.data.tasks if name == task.name)
     if names or matching:

@@ -164,7 +164,7 @@ def pair_tables(comparison: MethodComparison) -> list[Table]:
 
 def first_tables(comparison: MethodComparison) -> list[Table]:
     """The two tables that answer most: the scores, and the differences from the control; of one seed, the clients."""
-    first, second = method_tables(comparison.rows, by_examples=comparison.by_examples)[:2]
+    first, second = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))[:2]
     return [first, *(pair_tables(comparison)[:1] or [second])]
 
 
@@ -189,7 +189,7 @@ def page_tables(comparison: MethodComparison) -> list[Table]:
     minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
     # runs of a page may be of several machines, whose times do not compare
     untimed = {name: replace(row, seconds=None) for name, row in comparison.rows.items()}
-    methods = method_tables(untimed, by_examples=comparison.by_examples)
+    methods = method_tables(untimed, by_examples=bool(comparison.by_examples))
     return [*methods, *pair_tables(comparison), *([minus] if by_seed else [])]
 
 

@@ -5,7 +5,7 @@ written: `report.comparison_tables`. Which statistic answers which question: doc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.report.finished_runs import RunScores, read_finished_run
 from atlas_fl.report.statistics import (
+    Interval,
     MethodStatistics,
     PairedComparison,
     compare_with_control,
@@ -22,6 +23,7 @@ from atlas_fl.report.statistics import (
     hurt_share,
     percentile_interval,
     round_scores,
+    share_of_draws,
     task_means,
 )
 from atlas_fl.rng import generator
@@ -92,9 +94,9 @@ class MethodComparison:
     """By method."""
     pairs: Mapping[str, PairedComparison]
     """By method: its scores minus those of the control; empty for one seed."""
-    by_examples: bool = False
-    """True if the intervals of means and differences are over draws of the test examples: a user's own data keep these
-    in all seeds, so that seeds alone would say too little."""
+    by_examples: Mapping[str, Interval] = field(default_factory=dict)
+    """By method, the interval of its difference over draws of the test examples, as all intervals then are: a user's
+    own data keep these examples in all seeds, so that seeds alone would say too little. Empty for other data."""
 
 
 def compare_methods(
@@ -156,15 +158,17 @@ def _by_examples(compared: MethodComparison, drawn: Mapping[str, Sequence[Any]])
         name: np.mean([run[client].astype(np.float64) for run in runs for client in compared.clients], axis=0)
         for name, runs in drawn.items()
     }
+    draws = {name: mean - means[compared.control] for name, mean in means.items() if name != compared.control}
+    intervals = {name: percentile_interval(drawn) for name, drawn in draws.items()}
     rows = {
         name: replace(row, statistics=replace(row.statistics, interval=percentile_interval(means[name])))
         for name, row in compared.rows.items()
     }
     pairs = {
-        name: replace(pair, interval=percentile_interval(means[name] - means[compared.control]))
+        name: replace(pair, interval=intervals[name], bayesian=share_of_draws(draws[name]), seeds_needed=None)
         for name, pair in compared.pairs.items()
     }
-    return replace(compared, rows=rows, pairs=pairs, by_examples=True)
+    return replace(compared, rows=rows, pairs=pairs, by_examples=intervals)
 
 
 CHANCE = 0.05
@@ -185,10 +189,24 @@ def comparison_sentence(compared: MethodComparison) -> str:
         verb = "level with" if abs(mean) < LEVEL_WITH else "ahead of" if mean > 0 else "behind"
         size = "" if abs(mean) < LEVEL_WITH else f" by {abs(mean):.3f}"
         better = f"better on {int((round_scores(gains) > 0).sum())} of {len(gains)} clients"
-        chance = "one seed" if pair is None else f"p {pair.sign_flip_p:.2g}"
-        chance += ", not significant" if size and pair is not None and pair.sign_flip_p > CHANCE else ""
+        chance = _interval_words(compared.by_examples[name]) if compared.by_examples else _chance_words(pair)
         words.append(f"{name} is {verb} {compared.control if not words else 'it'}{size} ({better}, {chance})")
     return "; ".join([*words[:MOST_NAMED], *([f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else [])])
+
+
+def _interval_words(interval: Interval) -> str:
+    low, high = interval
+    return f"95% {low:+.3f} to {high:+.3f}{', within noise' if low <= 0 <= high else ''}"
+
+
+def _chance_words(pair: PairedComparison | None) -> str:
+    """The p of a difference over seeds."""
+    if pair is None:
+        return "one seed"
+    if pair.sign_flip_p <= CHANCE or not pair.mean:
+        return f"p {pair.sign_flip_p:.2g}"
+    few = f"; {len(pair.differences)} seeds cannot show less than {pair.least_p:.2g}" if pair.least_p > CHANCE else ""
+    return f"p {pair.sign_flip_p:.2g}, not significant{few}"
 
 
 def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:

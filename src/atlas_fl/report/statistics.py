@@ -102,6 +102,12 @@ class PairedComparison:
     """Seeds at which a paired t test sees this effect size in four of five studies; None if over 1000 or unknown."""
 
 
+def share_of_draws(differences: Float64[np.ndarray, " draws"]) -> BayesianComparison:
+    """Shares of bootstrap draws of a difference that are worse, practically equal (within `ROPE`) and better."""
+    left, right = float(np.mean(differences < -ROPE)), float(np.mean(differences > ROPE))
+    return BayesianComparison(left=left, rope=1 - left - right, right=right)
+
+
 def describe_method(
     scores: Float64[np.ndarray, "seeds clients"],
     *,

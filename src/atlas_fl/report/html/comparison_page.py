@@ -79,7 +79,7 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    first, *tables, costs_table = method_tables(comparison.rows, by_examples=comparison.by_examples)
+    first, *tables, costs_table = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))
     sentence = comparison_sentence(comparison)
     notes.append(f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}.")
     told = [Text(lines=[f"{sentence}."])] if sentence else []
