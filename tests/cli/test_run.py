@@ -218,7 +218,8 @@ def test_a_comparison_says_that_ranks_differ_how_long_it_takes_and_a_note_once(a
     assert "note: clients have other ranks under some methods, in 2 of 2 comparisons by seed; --ranks 8" in said.out
     assert said.out.count("note: as you wish") == 1
     lines = [line for line in said.out.splitlines() if line.startswith("run ")]
-    assert len(lines) == 6 and "left in all" not in lines[0] and all("left in all" in line for line in lines[1:])
+    assert len(lines) == len(ran) == 6
+    assert ["left in all" in line for line in lines] == [False] + [True] * 5
     other = atlas("compare", *words[:3], *words[4:], "--runs-dir", str(tmp_path / "two"))
     assert "other ranks" not in other.out
 

@@ -51,8 +51,8 @@ def place_client(
     config, plan = recorded_config(folder), read_plan(folder, folder.plan)
     if "similarity" not in plan.clustering:
         raise ConfigError(
-            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none, and a newcomer takes the"
-            " model that all have; name a run of another strategy, such as atlas"
+            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none, and a newcomer takes"
+            " the model that all have; name a run of another strategy, such as atlas"
         )
     clustering = Clustering.from_json(plan.clustering)
     on_event(PhaseStarted("loading"))
