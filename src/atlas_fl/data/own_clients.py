@@ -21,7 +21,7 @@ from atlas_fl.data.cleaning import SEED, TEST, TRAIN, VALIDATION, arrange, keys
 from atlas_fl.data.formats import ending_of
 from atlas_fl.data.tables import READERS, Table, split_of, time_of
 from atlas_fl.data.task import Labels, Rows, TaskData, as_texts, concatenate
-from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
+from atlas_fl.errors import ConfigError, DataError, did_you_mean, first_of, short_repr
 from atlas_fl.params import Split
 from atlas_fl.rng import generator
 
@@ -118,7 +118,7 @@ def split_tasks(
 ) -> dict[str, dict[Part, Table]]:
     """The tables of every task by its name; of one task where no column tells them apart.
 
-    A `DataError` says that the column has too many tasks, a `ConfigError` that it has not the one that is asked for.
+    A `DataError` says that the column has too many tasks, or not the one that is asked for.
     """
     if dealing.task_column is None:
         return {name: {**tables}}
@@ -138,7 +138,8 @@ def split_tasks(
     names = _names_of_words(by_task, prefix=column)
     chosen = {word: plain for word, plain in names.items() if only in ("", word, plain)}
     if not chosen:
-        raise unknown_name(f"task in column {column!r} of {origin}", only, by_task)
+        known = f"{did_you_mean(only, by_task)} it has {first_of(sorted(by_task))}"
+        raise DataError(f"column {column!r} of {origin} has no {short_repr(only)}{known}")
     return {f"{name}-{plain}": by_task[word] for word, plain in chosen.items()}
 
 

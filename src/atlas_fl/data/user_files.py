@@ -374,7 +374,10 @@ def _labelled_rows(
     names = columns.labels
     if columns.has_classes and not names:
         words = [_word(value) for table in tables.values() for value in table[columns.label]]
-        names = _class_names(words, columns.label, origin=path)
+        alone = f", or take other tasks alone, as in task={columns.dealing.task_column}:WORD" * bool(
+            columns.dealing.task
+        )
+        names = _class_names(words, columns.label, origin=path, remedy=alone)
     numbers = {name: number for number, name in enumerate(names)}
     rows = {}
     for part, table in tables.items():
@@ -409,7 +412,7 @@ def _texts(table: Table, name: str) -> tuple[str, ...]:
     return tuple(map(str, table[name]))
 
 
-def _class_names(labels: Sequence[str], column: str, *, origin: str) -> tuple[str, ...]:
+def _class_names(labels: Sequence[str], column: str, *, origin: str, remedy: str = "") -> tuple[str, ...]:
     words = set(labels)
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
     are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
@@ -418,7 +421,7 @@ def _class_names(labels: Sequence[str], column: str, *, origin: str) -> tuple[st
         raise DataError(
             f"column {column!r} of {origin} has {len(names)} different values in {len(labels)} rows, such as"
             f" {short_repr(names[0])}; allowed: two classes or more, of two rows each on average; name the label column"
-            " with label=, or ask for a regression with metric=pearson"
+            f" with label=, or ask for a regression with metric=pearson{remedy}"
         )
     return tuple(names)
 
