@@ -112,7 +112,10 @@ def two_tasks(hospitals: Callable[..., Config], tmp_path: Path) -> Callable[...,
     with (tmp_path / "hospitals.csv").open(newline="") as file:
         given = [row for row in csv.reader(file) if row[1] in kind_of and row[2] != "Mary"]
     rows = [[*row, kind_of[row[1]]] for row in given]
-    for name, own in {"notes": rows, "south-notes": [row for row in rows if row[2] == "south"]}.items():
+    south = [row for row in rows if row[2] == "south"]
+    new = [[f"Well {note}", *more] for note, *more in south]
+    files = {"notes": rows, "south-notes": south, "new": new, "new-topic": [row for row in new if row[3] == "topic"]}
+    for name, own in files.items():
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("note", "triage", "hospital", "kind"), *own])
     task = f"notes={tmp_path}/notes.csv,{COLUMNS},client=hospital,task=kind"
@@ -166,16 +169,14 @@ def test_a_late_client_of_a_site_a_newcomer_and_an_export(
     assert "Test scores by site" in page
     north = [summary["clients"][f"notes-{kind}-north"]["final"]["test"]["primary"] for kind in KINDS]
     assert summary["sites"]["north"]["final"]["test"]["primary"] == pytest.approx(sum(north) / 2)
-    new = (tmp_path / "south-notes.csv").read_text().replace("\n", "\n Well, ")
-    (tmp_path / "new.csv").write_text(new.rpartition("\n")[0])
     for words in ("notes=new.csv,task=kind:topic", "notes-topic=new-topic.csv"):
-        lines = [line for line in new.splitlines()[:-1] if line.endswith(("kind", "topic"))]
-        (tmp_path / "new-topic.csv").write_text("\n".join(lines))
         name, _, rest = words.partition("=")
         placed = place_client(run, task=f"{name}={tmp_path}/{rest},{COLUMNS}")
-        assert placed.name == "notes-topic-2"
+        assert placed.name == "notes-topic-1"  # beside the one that began
     for words in (f"notes={tmp_path}/new.csv,{COLUMNS},task=kind", "notes"):
-        with pytest.raises(ConfigError, match=r"a newcomer has one task, .* name one, as in task=COLUMN:topic, or give"):
+        with pytest.raises(
+            ConfigError, match=r"a newcomer has one task, .* name one, as in task=COLUMN:topic, or give"
+        ):
             place_client(run, task=words)
 
 

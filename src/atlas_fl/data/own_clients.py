@@ -135,22 +135,12 @@ def split_tasks(
             f" {short_repr(min(by_task))}, and each would be a task; name the column of the tasks with task=, or leave"
             " it out"
         )
-    names = _names_of_words(by_task, prefix=column)
+    names = names_of_words(by_task, prefix=column)
     chosen = {word: plain for word, plain in names.items() if only in ("", word, plain)}
     if not chosen:
         known = f"{did_you_mean(only, by_task)} it has {first_of(sorted(by_task))}"
         raise DataError(f"column {column!r} of {origin} has no {short_repr(only)}{known}")
     return {f"{name}-{plain}": by_task[word] for word, plain in chosen.items()}
-
-
-def task_name(name: str, task: str) -> str:
-    """The name of the one task that a description with this `task=` is of; `name` where it may be several.
-
-    >>> task_name("notes", "kind:triage"), task_name("notes", "kind")
-    ('notes-triage', 'notes')
-    """
-    column, colon, word = task.partition(":")
-    return f"{name}-{name_clients([word], prefix=column)[0]}" if colon else name
 
 
 def deal_rows(
@@ -283,12 +273,8 @@ def shared_texts(parts: Sequence[TaskData]) -> int:
     return sum(holders[key] > 0 for part in parts for key in keys(part.test))
 
 
-def name_sites(datas: Iterable[TaskData], *, prefix: str) -> dict[str, str]:
-    """The name of every client of these tasks, by its word: the same in all of them."""
-    return _names_of_words({word for data in datas for word in data.words}, prefix=prefix)
-
-
-def _names_of_words(words: Iterable[str], *, prefix: str) -> dict[str, str]:
+def names_of_words(words: Iterable[str], *, prefix: str) -> dict[str, str]:
+    """The name of every one of these words, in their natural order (`name_clients`)."""
     ordered = sorted(words, key=_natural)
     return dict(zip(ordered, name_clients(ordered, prefix=prefix), strict=True))
 

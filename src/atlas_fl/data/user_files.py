@@ -68,7 +68,7 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     args = (name, tuple(sources.items()), columns, *READERS.values())
     read = read_once(_read_tasks, *args, files=sources.values())
     prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
-    sites = own_clients.name_sites((data for data, _ in read.values()), prefix=prefix)
+    sites = own_clients.names_of_words({word for data, _ in read.values() for word in data.words}, prefix=prefix)
     return tuple(
         _make_task(task, data, names, columns, path=path, clients=tuple(sites[word] for word in data.words))
         for task, (data, names) in read.items()
@@ -140,9 +140,14 @@ def with_labels(description: str, classes: Sequence[str]) -> str:
 
 
 def described_task(description: str) -> str:
-    """The name of the task that this describes; its own name where that may be several (task=) or is registered."""
+    """The name of the task that this describes, or its own where there may be several (task=).
+
+    >>> described_task("notes=notes.csv,task=kind:triage"), described_task("notes=notes.csv,task=kind")
+    ('notes-triage', 'notes')
+    """
     name, _, options = split_description(description) if "=" in description else (description, "", {})
-    return own_clients.task_name(name, options.get("task", ""))
+    column, colon, word = options.get("task", "").partition(":")
+    return f"{name}-{own_clients.name_clients([word], prefix=column)[0]}" if colon else name
 
 
 def with_task_of(description: str, client: str, *, tasks: Sequence[str]) -> str:
@@ -374,9 +379,8 @@ def _labelled_rows(
     names = columns.labels
     if columns.has_classes and not names:
         words = [_word(value) for table in tables.values() for value in table[columns.label]]
-        alone = f", or take other tasks alone, as in task={columns.dealing.task_column}:WORD" * bool(
-            columns.dealing.task
-        )
+        column = columns.dealing.task_column
+        alone = "" if column is None else f", or take other tasks alone, as in task={column}:WORD"
         names = _class_names(words, columns.label, origin=path, remedy=alone)
     numbers = {name: number for number, name in enumerate(names)}
     rows = {}

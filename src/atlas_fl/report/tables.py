@@ -253,9 +253,9 @@ SITES: Columns = {
     "site": SCORES["task"],
     "clients": lambda group: names_in_words(group["names"]),
     **{name: SCORES[name] for name in ("majority", "final", "best")},
-    "gain": lambda group: plain(fmean(group["gains"]) if group["gains"] else None, sign=True),
+    "over alone": lambda group: plain(fmean(group["gains"]) if group["gains"] else None, sign=True),
 }
-SITES_NOTE = "means over the clients of a site, one of each of its tasks, on one device; gain: over training alone"
+SITES_NOTE = "means over the clients of a site, which are one for each of its tasks, on one device"
 LEGEND = (
     "best: test score of each client's best round by validation; 90%: first round with 90% of the last validation "
     "score; spread: standard deviation over clients"
