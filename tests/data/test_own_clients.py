@@ -178,6 +178,9 @@ def test_two_tasks_with_one_name_put_theirs_before_it(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [*triage("a", 43), *triage("b", 43)])
     tasks = find_tasks((), (f"one={path},client=hospital", f"two={path},client=hospital", f"three={path}"))
     assert client_names(tasks, 1) == (("one-a", "one-b"), ("two-a", "two-b"), ("three-0",))
+    sizes = {"train": None, "validation": None, "test": None}
+    at_site = site_client(tasks[1], NOWHERE, sizes, name="two-b", secret=b"x" * 32, shuffle_labels=False)
+    assert (at_site.name, {text[-1] for text in texts(at_site.test)}) == ("two-b", {"b"})
 
 
 def kinds(hospital: str, **classes: str) -> list[Row]:
@@ -222,6 +225,16 @@ def test_a_column_of_tasks_makes_one_task_of_each_and_one_client_a_hospital_of_i
         ("north", "triage note 42 of north"),
         ("south", "triage note 42 of south"),
     ]
+
+
+def test_tasks_of_a_column_compose_with_files_of_clients_and_a_column_of_splits(tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        rows = kinds(name, triage="ab", topic="xy")
+        rows = [{**row, "part": ("train", "train", "dev", "test")[n // 2 % 4]} for n, row in enumerate(rows)]
+        write(tmp_path / f"files/{name}.csv", rows)
+    clients = clients_of(f"notes={tmp_path}/files,client=file,task=kind,split=part")
+    names = [f"notes-{kind}-{site}" for kind in ("topic", "triage") for site in ("north", "south")]
+    assert [(one.name, *map(len, one.splits.values())) for one in clients] == [(name, 22, 11, 10) for name in names]
 
 
 @pytest.mark.parametrize("own_file", [False, True])
