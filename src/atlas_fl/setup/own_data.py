@@ -45,8 +45,8 @@ def task_row(
 ) -> str:
     """Write these examples below `folder`, and return the row of `--task` that reads them.
 
-    `options` are those of `--task`: columns by text=, label=, client=, task= and so on, and metric=, least=; `labels` are
-    the classes where some client lacks one. Of examples by split, such as a `DatasetDict`, each split is kept.
+    `options` are those of `--task`: columns by text=, label=, client=, task= and so on, and metric=, least=; `labels`
+    are the classes where some client lacks one. Of examples by split, such as a `DatasetDict`, each split is kept.
 
     Raises:
         DataError: a column is missing, or a value is no text, number, date or nothing.
