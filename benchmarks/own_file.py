@@ -2,7 +2,7 @@
 
 Files of `--megabytes` are written into `--folder`, with a text, a column that the task does not use, as long as the
 text, and a label. Each is read in a process of its own, whole and with rows=10000: to columns, by
-`data.tables.read_rows`, and to clean splits, by `data.user_files.parse_task`.
+`data.tables.read_rows`, and to clean splits, by `data.user_files.parse_tasks`.
 
     python benchmarks/own_file.py
     python benchmarks/own_file.py --megabytes 100 --folder /tmp
@@ -82,11 +82,11 @@ def write_text(file: IO[str], num_rows: int, names: tuple[str, ...]) -> None:
 
 def read(path: Path, options: str, to_splits: bool) -> str:
     from atlas_fl.data.tables import read_rows
-    from atlas_fl.data.user_files import parse_task
+    from atlas_fl.data.user_files import parse_tasks
 
     before, start = peak_megabytes(), time.perf_counter()
     if to_splits:
-        parse_task(f"own={path}{options}")
+        parse_tasks(f"own={path}{options}")
     else:
         read_rows([path], reading(options))
     took = time.perf_counter() - start

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from atlas_fl.data.task import Source
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import AtlasError
 
 ROWS = [(f"text number {i}", "ab"[i % 2]) for i in range(20)]
@@ -180,7 +180,7 @@ def write(name: str, folder: Path) -> Path:
 def outcome(name: str, folder: Path) -> str:
     """What the user is told: rows and notes, or the message, without the folder."""
     try:
-        data = parse_task(f"x={write(name, folder)}{MESSY[name].options}").load(Source(cache_dir=folder))
+        data = parse_tasks(f"x={write(name, folder)}{MESSY[name].options}")[0].load(Source(cache_dir=folder))
     except AtlasError as error:
         return str(error).replace(f"{folder}/", "")
     rows = sum(map(len, data.splits.values())) + data.left_out

@@ -24,7 +24,7 @@ from atlas_fl.data.task import (
     load_task,
     read_once,
 )
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import embedded_dir
 
@@ -61,12 +61,12 @@ def test_unchanged_files_are_read_once_and_what_was_not_used_for_longest_goes_fi
 def test_a_file_of_other_content_is_read_anew_at_once(tmp_path: Path, keep_times: bool) -> None:
     """Of equal size, in the moment after it was read, and with the modification time of before."""
     path = write_csv(tmp_path / "own.csv", word="good")
-    before, times = parse_task(f"own={path}").load(SOURCE), path.stat()
+    before, times = parse_tasks(f"own={path}")[0].load(SOURCE), path.stat()
     time.sleep(0.02)  # clocks of file systems stand still for as long
     write_csv(path, word="poor")
     if keep_times:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = parse_task(f"own={path}").load(SOURCE)
+    after = parse_tasks(f"own={path}")[0].load(SOURCE)
     assert path.stat().st_size == times.st_size
     assert isinstance(before.train, Rows) and isinstance(after.train, Rows)
     assert {text.split()[0] for text in before.train.text} == {"good"}
@@ -100,15 +100,19 @@ def test_nothing_is_kept_of_what_could_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     for _ in range(2):
         with pytest.raises(DataError, match="there is no file"):
-            parse_task(f"own={path}")
+            parse_tasks(f"own={path}")
     write_csv(path)
-    assert parse_task(f"own={path}").num_labels == 2
+    assert parse_tasks(f"own={path}")[0].num_labels == 2
 
 
 def test_descriptions_that_read_a_file_differently_share_nothing(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text("text,label,level\n" + "".join(f"word {i},{i % 2},{i % 3}\n" for i in range(40)))
-    assert [parse_task(f"own={path}{end}").num_labels for end in ("", ",label=level", ",metric=pearson")] == [2, 3, 1]
+    assert [parse_tasks(f"own={path}{end}")[0].num_labels for end in ("", ",label=level", ",metric=pearson")] == [
+        2,
+        3,
+        1,
+    ]
 
 
 def test_options_of_a_folder_of_images_are_part_of_its_key(tmp_path: Path) -> None:
@@ -117,10 +121,10 @@ def test_options_of_a_folder_of_images_are_part_of_its_key(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         for number in range(15):
             Image.fromarray(draw.integers(0, 256, (6, 6), dtype=np.uint8)).save(tmp_path / name / f"{number}.png")
-    plain, small = (load_task(parse_task(f"pets={tmp_path}{end}"), SOURCE).train for end in ("", ",size=4"))
+    plain, small = (load_task(parse_tasks(f"pets={tmp_path}{end}")[0], SOURCE).train for end in ("", ",size=4"))
     assert isinstance(plain, Images) and isinstance(small, Images)
     assert (plain.size, small.size) == ((6, 6, 1), (4, 4, 1))
-    assert load_task(parse_task(f"pets={tmp_path}"), SOURCE).train is plain
+    assert load_task(parse_tasks(f"pets={tmp_path}")[0], SOURCE).train is plain
 
 
 def test_sources_that_cut_splits_differently_share_nothing() -> None:

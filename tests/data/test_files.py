@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from atlas_fl.data.task import Source, Task, TaskData
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
 
 NOWHERE = Source(cache_dir=Path("/nowhere"))
@@ -29,7 +29,7 @@ def labels(task: Task) -> list[int]:
 def test_words_become_classes_in_sorted_order(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("text,label\n" + "".join(f"word {i},{('no', 'yes', 'maybe')[i % 3]}\n" for i in range(43)))
-    task = parse_task(f"mine={path}")
+    task = parse_tasks(f"mine={path}")[0]
     assert (task.name, task.num_labels, task.metric, task.label_names) == (
         "mine",
         3,
@@ -56,7 +56,7 @@ def test_words_become_classes_in_sorted_order(tmp_path: Path) -> None:
 )
 def test_whole_numbers_are_sorted_as_numbers(values: list[object], names: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": values[i % len(values)]} for i in range(30)])
-    assert parse_task(f"mine={path}").label_names == names
+    assert parse_tasks(f"mine={path}")[0].label_names == names
 
 
 def test_a_number_is_the_same_class_in_every_kind_of_file(tmp_path: Path) -> None:
@@ -67,25 +67,25 @@ def test_a_number_is_the_same_class_in_every_kind_of_file(tmp_path: Path) -> Non
     table.assign(label=values).to_csv(tmp_path / "integers.tsv", index=False, sep="\t")
     table.to_json(tmp_path / "floats.jsonl", orient="records", lines=True)
     for path in tmp_path.iterdir():
-        assert parse_task(f"mine={path}").label_names == ("0", "1", "2"), path.name
+        assert parse_tasks(f"mine={path}")[0].label_names == ("0", "1", "2"), path.name
 
 
 @pytest.mark.parametrize("name", ["validation", "dev", "Val"])
 def test_a_split_is_known_by_the_names_that_people_give_it(name: str, tmp_path: Path) -> None:
     for split, count in (("train", 8), (name, 4), ("test", 6)):
         write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": "ab"[i % 2]} for i in range(count)])
-    data = loaded(parse_task(f"mine={tmp_path}"))
+    data = loaded(parse_tasks(f"mine={tmp_path}")[0])
     assert data.validation.text == tuple(f"{name} {i}" for i in range(4))
     assert data.notes == ()
     write(tmp_path / "validation-0.jsonl", [{"text": "more", "label": "a"}])
     write(tmp_path / "extra.jsonl", [{"text": "more", "label": "a"}])
-    data = loaded(parse_task(f"mine={tmp_path}"))
+    data = loaded(parse_tasks(f"mine={tmp_path}")[0])
     unread = f"{tmp_path / 'extra.jsonl'}, {tmp_path / 'validation-0.jsonl'}"
     assert data.notes == (f"2 files are left out, whose names are of no split: {unread}",)
     (tmp_path / "validation.csv").write_text("text,label\nmore,a\n")
     if name != "validation":
         with pytest.raises(DataError, match="holds the validation split more than once"):
-            parse_task(f"mine={tmp_path}")
+            parse_tasks(f"mine={tmp_path}")
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet"])
@@ -106,7 +106,7 @@ def test_classes_of_datasets_have_their_names(kind: str, tmp_path: Path) -> None
         (tmp_path / "t").mkdir()
         for split, table in rows.items():
             table.to_parquet(tmp_path / "t" / f"{split}.parquet")
-    task = parse_task(f"mine={tmp_path / 't'}")
+    task = parse_tasks(f"mine={tmp_path / 't'}")[0]
     assert task.label_names == ("ham", "spam")
     test = loaded(task).test
     assert [task.label_names[label] for label in test.label] == [
@@ -123,12 +123,12 @@ def test_a_row_without_a_class_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"train of .* has 1 problem: no value in 'label' in row 2; mend .*missing=skip"
     ):
-        parse_task(f"mine={tmp_path}")
+        parse_tasks(f"mine={tmp_path}")
 
 
 def test_columns_pair_and_metric_are_options(tmp_path: Path) -> None:
     rows = [{"q": f"question {i}", "a": f"answer {i}", "ok": i % 2} for i in range(20)]
-    task = parse_task(f"my-pairs_2={write(tmp_path / 't.jsonl', rows)},text=q,pair=a,label=ok,metric=f1")
+    task = parse_tasks(f"my-pairs_2={write(tmp_path / 't.jsonl', rows)},text=q,pair=a,label=ok,metric=f1")[0]
     assert task.metric == "f1"
     for text, pair in zip(loaded(task).train.text, loaded(task).train.pair or ()):
         assert text.split()[1] == pair.split()[1]
@@ -145,15 +145,15 @@ def test_columns_pair_and_metric_are_options(tmp_path: Path) -> None:
 )
 def test_a_metric_is_named_with_its_class(tmp_path: Path, metric: str, name: str, positive: int | None) -> None:
     path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": "ab"[i % 2]} for i in range(20)])
-    task = parse_task(f"mine={path},metric={metric}")
+    task = parse_tasks(f"mine={path},metric={metric}")[0]
     assert (task.metric_name, task.positive) == (name, positive)
     with pytest.raises(DataError, match=r"metric=f1:c names no class of .*; it has 'a', 'b'"):
-        parse_task(f"mine={path},metric=f1:c")
+        parse_tasks(f"mine={path},metric=f1:c")
 
 
 def test_pearson_makes_a_regression(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": i / 8} for i in range(20)]
-    task = parse_task(f"mine={write(tmp_path / 't.jsonl', rows)},metric=pearson")
+    task = parse_tasks(f"mine={write(tmp_path / 't.jsonl', rows)},metric=pearson")[0]
     assert task.num_labels == 1
     assert task.is_regression
     assert task.label_names == ()
@@ -163,7 +163,7 @@ def test_pearson_makes_a_regression(tmp_path: Path) -> None:
 
 def test_a_comma_in_the_path_is_part_of_the_path(tmp_path: Path) -> None:
     path = write(tmp_path / "a,b.jsonl", [{"text": f"t{i}", "y": i % 2} for i in range(10)])
-    assert parse_task(f"mine={path},label=y").num_labels == 2
+    assert parse_tasks(f"mine={path},label=y")[0].num_labels == 2
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_comma_in_the_path_is_part_of_the_path(tmp_path: Path) -> None:
 )
 def test_a_wrong_description_is_a_config_error(description: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_task(description)
+        parse_tasks(description)
 
 
 @pytest.mark.parametrize(
@@ -233,26 +233,26 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
 )
 def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
-        parse_task(f"mine={write(tmp_path / 't.jsonl', rows)}{options}")
+        parse_tasks(f"mine={write(tmp_path / 't.jsonl', rows)}{options}")
 
 
 def test_a_folder_without_train_is_refused(tmp_path: Path) -> None:
     told = r"name a file train\.csv or train\.tsv or .*, or for images give a folder of them for each class, or such"
     with pytest.raises(DataError, match=told):
-        parse_task(f"mine={tmp_path}")
+        parse_tasks(f"mine={tmp_path}")
     write(tmp_path / "test.jsonl", [{"text": "a", "label": 0}])
     with pytest.raises(DataError, match=r"has no train split; name a file train\.csv"):
-        parse_task(f"mine={tmp_path}")
+        parse_tasks(f"mine={tmp_path}")
 
 
 def test_an_empty_split_is_named(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": f"t{i}", "label": i % 2} for i in range(9)])
     (tmp_path / "validation.jsonl").write_text("")
     with pytest.raises(DataError, match=r"validation\.jsonl is empty"):
-        parse_task(f"mine={tmp_path}")
+        parse_tasks(f"mine={tmp_path}")
 
 
 def test_a_regression_of_which_every_row_contradicts_another_is_one_line(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"text": "the same words", "label": row + 0.5} for row in range(40)])
     with pytest.raises(DataError, match=r"has no train and no validation and no test rows \(0 distinct rows in all\)"):
-        loaded(parse_task(f"mine={path},metric=pearson"))
+        loaded(parse_tasks(f"mine={path},metric=pearson")[0])

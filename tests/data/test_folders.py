@@ -9,7 +9,7 @@ from PIL import Image
 
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Images, Source, TaskData
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
 from tests.data.images import as_images
 
@@ -26,7 +26,7 @@ def write(folder: Path, count: int, *, first: int = 0, size: tuple[int, int] = (
 
 
 def load(description: str, **source: float) -> TaskData:
-    return parse_task(description).load(Source(cache_dir=Path("/nowhere"), **source))
+    return parse_tasks(description)[0].load(Source(cache_dir=Path("/nowhere"), **source))
 
 
 def splits(data: TaskData) -> list[Images]:
@@ -39,7 +39,7 @@ def test_one_folder_of_classes_is_cut_into_splits(tmp_path: Path) -> None:
     write(tmp_path / ".hidden", 3)
     (tmp_path / "empty").mkdir()
     (tmp_path / "cat" / "notes.txt").write_text("no image")
-    task = parse_task(f"pets={tmp_path}")
+    task = parse_tasks(f"pets={tmp_path}")[0]
     assert (task.name, task.num_labels, task.label_names, task.images) == ("pets", 3, ("cat", "dog", "eel"), True)
     data = task.load(NOWHERE)
     assert sum(map(len, splits(data))) == 60
@@ -69,20 +69,20 @@ def test_folders_of_no_split_are_named_and_a_split_is_there_once(tmp_path: Path)
             for index in range(3):
                 color = (80 * index + 10, 40 * len(split), 200 if label == "a" else 20)
                 Image.new("RGB", (4, 4), color).save(tmp_path / split / label / f"{index}.png")
-    task = parse_task(f"mine={tmp_path}")
+    task = parse_tasks(f"mine={tmp_path}")[0]
     assert task.load(Source(cache_dir=Path("/nowhere"))).notes == (
         f"1 files are left out, whose names are of no split: {tmp_path / 'more'}",
     )
     (tmp_path / "more").rename(tmp_path / "Validation")
     with pytest.raises(DataError, match=r"holds the validation split more than once \(Validation, val\); keep one"):
-        parse_task(f"mine={tmp_path}")
+        parse_tasks(f"mine={tmp_path}")
 
 
 def test_a_class_of_one_split_has_the_same_number_in_the_other(tmp_path: Path) -> None:
     for split, names in (("train", "abc"), ("test", "bc")):
         for name in names:
             write(tmp_path / split / name, 5, first=len(split) * 10)
-    assert parse_task(f"x={tmp_path}").label_names == ("a", "b", "c")
+    assert parse_tasks(f"x={tmp_path}")[0].label_names == ("a", "b", "c")
     assert set(splits(load(f"x={tmp_path}"))[2].label) == {1, 2}
 
 
@@ -158,7 +158,7 @@ def test_wrong_options_are_one_line(options: str, message: str, tmp_path: Path) 
     for name in ("a", "b"):
         write(tmp_path / name, 2)
     with pytest.raises(ConfigError, match=message):
-        parse_task(f"x={tmp_path},{options}")
+        parse_tasks(f"x={tmp_path},{options}")
 
 
 def test_sizes_that_differ_are_named_with_the_remedy(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_sizes_that_differ_are_named_with_the_remedy(tmp_path: Path) -> None:
 def test_folders_without_enough_to_learn_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "one" / "a", 5)
     with pytest.raises(DataError, match=r"has images of one class only \('a'\); a task needs a folder for each of two"):
-        parse_task(f"x={tmp_path / 'one'}")
+        parse_tasks(f"x={tmp_path / 'one'}")
 
 
 def test_a_pipe_among_the_images_is_not_waited_for(tmp_path: Path) -> None:

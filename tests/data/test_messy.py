@@ -10,7 +10,7 @@ import pytest
 
 from atlas_fl.data.formats import FORMATS, MOST_PACKED
 from atlas_fl.data.task import Rows, Source
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
 from tests.data import messy
 
@@ -33,7 +33,7 @@ def test_the_table_of_the_page_has_no_other_row() -> None:
 
 
 def read(path: Path, options: str = "") -> Rows:
-    data = parse_task(f"x={path}{options}").load(Source(cache_dir=path.parent))
+    data = parse_tasks(f"x={path}{options}")[0].load(Source(cache_dir=path.parent))
     assert isinstance(data.train, Rows)
     return data.train
 
@@ -59,7 +59,7 @@ def test_an_encoding_is_found_wherever_the_first_foreign_letter_stands(size: int
     for encoding, expected in (("utf-8", "naïve"), ("cp1252", "naïve")):
         body = head + "x" * (size - len(head)) + "naïve,a\n" * 2 + "y,b\n" * 2
         (tmp_path / f"{encoding}.csv").write_bytes(body.encode(encoding))
-        table = parse_task(f"x={tmp_path / encoding}.csv").load(Source(cache_dir=tmp_path))
+        table = parse_tasks(f"x={tmp_path / encoding}.csv")[0].load(Source(cache_dir=tmp_path))
         texts = [text for rows in table.splits.values() if isinstance(rows, Rows) for text in rows.text]
         assert any(text.endswith(expected) for text in texts)
 
@@ -74,7 +74,7 @@ def test_a_bomb_is_one_line_before_it_is_unpacked(ending: str, tmp_path: Path, m
         path.write_bytes(gzip.compress(content))
         assert len(content) > MOST_PACKED * path.stat().st_size
         with pytest.raises(DataError, match=r"a line of more than .* characters, or more than .* bytes"):
-            parse_task(f"x={path}")
+            parse_tasks(f"x={path}")
 
 
 def test_a_cell_that_never_ends_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_cell_that_never_ends_is_one_line(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "t.csv").write_text('text,label\n"one,a\n' + "two,b\n" * 1000)
     before = csv.field_size_limit()
     with pytest.raises(DataError, match=r"wrong quotes \(field larger than field limit \(1000\)"):
-        parse_task(f"x={tmp_path / 't.csv'}")
+        parse_tasks(f"x={tmp_path / 't.csv'}")
     assert csv.field_size_limit() == before
 
 
@@ -91,13 +91,13 @@ def test_a_sheet_that_unpacks_to_more_than_half_of_the_memory_is_one_line(
 ) -> None:
     monkeypatch.setattr("atlas_fl.data.formats.free_bytes", lambda: 1 << 12)
     with pytest.raises(DataError, match="it unpacks to more than half of the free memory; save it as csv"):
-        parse_task(f"x={messy.write('notes.xlsx', tmp_path)}")
+        parse_tasks(f"x={messy.write('notes.xlsx', tmp_path)}")
 
 
 def test_without_openpyxl_the_message_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(ConfigError, match=r"a sheet of Excel, which openpyxl reads; pip install .*, or save it as csv"):
-        parse_task(f"x={messy.write('notes.xlsx', tmp_path)}")
+        parse_tasks(f"x={messy.write('notes.xlsx', tmp_path)}")
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_without_openpyxl_the_message_installs_it(tmp_path: Path, monkeypatch: p
 )
 def test_a_wrong_option_says_what_is_allowed(options: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_task(f"x={messy.write('plain.csv', tmp_path)}{options}")
+        parse_tasks(f"x={messy.write('plain.csv', tmp_path)}{options}")

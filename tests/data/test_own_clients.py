@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.data.clients import ClientData, client_names, data_notes, make_clients, site_client
+from atlas_fl.data.clients import (
+    ClientData,
+    client_names,
+    data_notes,
+    make_clients,
+    site_client,
+    site_of,
+    task_of_client,
+)
 from atlas_fl.data.own_clients import cut_groups, name_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Rows, Source
 from atlas_fl.data.user_files import with_labels
+from atlas_fl.deployment.settings_policy import with_classes_of
 from atlas_fl.errors import ConfigError, DataError
 
 NOWHERE = Source(cache_dir=Path("/nowhere"))
@@ -169,11 +178,110 @@ def test_two_tasks_with_one_name_put_theirs_before_it(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [*triage("a", 43), *triage("b", 43)])
     tasks = find_tasks((), (f"one={path},client=hospital", f"two={path},client=hospital", f"three={path}"))
     assert client_names(tasks, 1) == (("one-a", "one-b"), ("two-a", "two-b"), ("three-0",))
+    sizes = {"train": None, "validation": None, "test": None}
+    at_site = site_client(tasks[1], NOWHERE, sizes, name="two-b", secret=b"x" * 32, shuffle_labels=False)
+    assert (at_site.name, {text[-1] for text in texts(at_site.test)}) == ("two-b", {"b"})
+
+
+def kinds(hospital: str, **classes: str) -> list[Row]:
+    """43 rows of each task, of these classes, in turn."""
+    rows = [[{**row, "kind": kind} for row in triage(hospital, 43, own)] for kind, own in classes.items()]
+    return [{**row, "text": f"{row['kind']} {row['text']}"} for of_both in zip(*rows, strict=True) for row in of_both]
+
+
+def test_a_column_of_tasks_makes_one_task_of_each_and_one_client_a_hospital_of_it(tmp_path: Path) -> None:
+    few = [{**row, "text": f"few {row['n']}", "kind": "topic"} for row in triage("south", 3, "x")]
+    mary = kinds("St. Mary's", triage="ab", topic="xyz")
+    path = write(
+        tmp_path / "t.csv", [*mary, *kinds("north", triage="bc", topic="xy"), *kinds("south", triage="ac"), *few]
+    )
+    row = f"notes={path},client=hospital,least=10,task=kind"
+    clients = clients_of(row)
+    assert [(one.name, one.task.name, "".join(one.task.label_names), len(one.train)) for one in clients] == [
+        ("notes-topic-St.-Mary-s", "notes-topic", "xyz", 20),
+        ("notes-topic-north", "notes-topic", "xyz", 20),
+        ("notes-triage-St.-Mary-s", "notes-triage", "abc", 20),
+        ("notes-triage-north", "notes-triage", "abc", 20),
+        ("notes-triage-south", "notes-triage", "abc", 20),
+    ]
+    assert all(text.startswith(one.task.name[6:]) for one in clients for text in texts(one.train))
+    sites = [site_of(one.name, one.task.name) for one in clients]
+    assert sites == ["St.-Mary-s", "north", "St.-Mary-s", "north", "south"]
+    assert "notes-topic: left out since they have fewer than 10 examples: 1 of 3 clients, south (3)" in data_notes(
+        clients
+    )
+    # the name of the row stands for all its tasks; a row may take one alone, with classes and a metric of its own
+    assert [task.name for task in find_tasks(("movie", "notes"), (row,))] == ["movie", "notes-topic", "notes-triage"]
+    rows = (f"{row}:topic,labels=z|y|x,metric=macro_f1", f"{row}:triage")
+    assert [(task.name, *task.label_names, task.metric) for task in find_tasks((), rows)] == [
+        ("notes-topic", *"zyx", "macro_f1"),
+        ("notes-triage", *"abc", "accuracy"),
+    ]
+    dealt = clients_of(f"notes={path},task=kind", clients_per_task=2)
+    assert [one.name for one in dealt] == ["notes-topic-0", "notes-topic-1", "notes-triage-0", "notes-triage-1"]
+    assert [site_of(one.name, one.task.name) for one in dealt] == [one.name for one in dealt]
+    alone = clients_of(f"notes={path},client=hospital,task=kind:triage,order=n")
+    assert [(one.name, texts(one.test)[-1]) for one in alone][1:] == [
+        ("north", "triage note 42 of north"),
+        ("south", "triage note 42 of south"),
+    ]
+
+
+def test_tasks_of_a_column_compose_with_files_of_clients_and_a_column_of_splits(tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        rows = kinds(name, triage="ab", topic="xy")
+        rows = [{**row, "part": ("train", "train", "dev", "test")[n // 2 % 4]} for n, row in enumerate(rows)]
+        write(tmp_path / f"files/{name}.csv", rows)
+    clients = clients_of(f"notes={tmp_path}/files,client=file,task=kind,split=part")
+    names = [f"notes-{kind}-{site}" for kind in ("topic", "triage") for site in ("north", "south")]
+    assert [(one.name, *map(len, one.splits.values())) for one in clients] == [(name, 22, 11, 10) for name in names]
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+@pytest.mark.parametrize("kind", ["topic", "triage"])
+def test_a_site_of_several_tasks_has_the_rows_of_the_simulation(own_file: bool, kind: str, tmp_path: Path) -> None:
+    """By the same words, or with a file of its own, which lacks classes that the server tells."""
+    north = kinds("north", triage="bc", topic="xy")
+    path = write(tmp_path / "t.csv", [*kinds("south", triage="ab", topic="xyz"), *north])
+    name = f"notes-{kind}-north"
+    simulated = {one.name: one for one in clients_of(f"notes={path},client=hospital,task=kind", samples=9)}
+    told = {"notes-topic": ("x", "y", "z"), "notes-triage": ("a", "b", "c")}
+    words = (
+        f"notes={write(tmp_path / 'n.csv', north)},task=kind" if own_file else f"notes={path},client=hospital,task=kind"
+    )
+    for classes in (told, {}):
+        description = with_classes_of(words, classes, client=name)
+        assert (":" in description, "labels=" in description) == (bool(classes), bool(classes))
+        task = task_of_client(find_tasks((), (description,)), name)
+        sizes = {"train": None, "validation": None, "test": None}
+        at_site = site_client(task, NOWHERE, sizes, name=name, secret=b"x" * 32, shuffle_labels=False)
+        assert set(texts(simulated[name].train)) < set(texts(at_site.train))
+        assert texts(at_site.test) == texts(simulated[name].test)
+        assert (task.label_names == told[f"notes-{kind}"]) is (bool(classes) or not own_file)
+    with pytest.raises(DataError, match=r"the data have the tasks notes-topic, notes-triage, and none has .* 'west'"):
+        task_of_client(find_tasks((), (words,)), "west")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            "client=hospital,least=9,task=text",
+            "'text' of .* has 46 different values in 46 rows, .* each would be a task",
+        ),
+        ("task=hospital", "column 'label' of task 't-tiny' of .* has 3 different values in 3 rows"),
+        (
+            "task=label",
+            "column 'label' of task 't-a' of .* has 1 different values .* take other tasks alone, as in task=la",
+        ),
+        ("task=hospital:tini", "column 'hospital' of .* has no 'tini'; did you mean 'tiny'[?] it has a, tiny"),
+        ("task=hospital:", "task=hospital: of task 't' is no column; write task=kind for the column"),
+        ("task=ward", "has no column 'ward'; it has 'text', 'label', 'hospital', 'n'"),
+        (
+            "task=hospital,labels=a|b",
+            "has labels= and task=hospital, whose tasks have classes each; write a row of --task",
+        ),
+        ("task=hospital:a,metric=f1:x", "metric=f1:x names no class of task 't-a' of .*; it has 'a', 'b', 'c'"),
         ("client=ward", "has no column 'ward'; it has 'text', 'label', 'hospital', 'n'"),
         (
             "client=hospital",

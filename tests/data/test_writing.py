@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.data.clients import ClientData, label_statistics, majority, make_clients
 from atlas_fl.data.metrics import rouge, writing_scores
 from atlas_fl.data.task import Source, TaskData
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
 
 NOWHERE = Source(cache_dir=Path("/nowhere"))
@@ -27,7 +27,7 @@ def write(path: Path, count: int = 86, *, first: int = 0) -> Path:
 
 
 def loaded(description: str) -> TaskData:
-    return parse_task(description).load(NOWHERE)
+    return parse_tasks(description)[0].load(NOWHERE)
 
 
 def clients(description: str, **changes: object) -> tuple[ClientData, ...]:
@@ -41,12 +41,12 @@ def clients(description: str, **changes: object) -> tuple[ClientData, ...]:
         "seed": 1,
         "shuffle_labels": False,
     }
-    return make_clients([parse_task(description)], NOWHERE, **usual | changes)  # type: ignore[arg-type]
+    return make_clients([parse_tasks(description)[0]], NOWHERE, **usual | changes)  # type: ignore[arg-type]
 
 
 def test_a_target_is_written_after_the_text(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl")
-    task = parse_task(f"qa={path},target=answer")
+    task = parse_tasks(f"qa={path},target=answer")[0]
     assert (task.num_labels, task.writes, task.has_classes, task.is_regression) == (0, True, False, False)
     assert (task.metric, task.label_names) == ("accuracy", ())
     train = loaded(f"qa={path},target=answer").train
@@ -98,7 +98,7 @@ def test_a_folder_keeps_its_splits(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said(options: str, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
-        parse_task(f"qa={write(tmp_path / 't.jsonl')},{options}")
+        parse_tasks(f"qa={write(tmp_path / 't.jsonl')},{options}")
 
 
 def test_no_row_is_given_twice_and_dirichlet_skews_by_length(tmp_path: Path) -> None:

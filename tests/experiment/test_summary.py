@@ -65,6 +65,20 @@ def test_no_reduction_is_invented() -> None:
     assert "full_model" not in outcome(metrics=[])["bytes"]
 
 
+def test_clients_of_several_tasks_are_of_one_site() -> None:
+    """a-Nord ends with 0.7 and b-Nord with 0.5; a-0 and b-0 are called alike and are dealt out, so of no one site."""
+    assert "sites" not in outcome()
+    names = {"a-0": "a-Nord", "a-1": "a-South", "b-0": "b-Nord"}
+    rows = [{**row, "client": names[row["client"]]} for row in METRICS]
+    rows = [{**row, "primary": 0.5} if row["client"] == "b-Nord" and "primary" in row else row for row in rows]
+    planned = [{**client, "name": names[client["name"]]} for client in PLAN["clients"]]
+    found = outcome(metrics=rows, ledger=[], plan={**PLAN, "clients": planned})
+    sites = {site: (group["names"], group["clients"]) for site, group in found["sites"].items()}
+    assert sites == {"Nord": (["a-Nord", "b-Nord"], 2), "South": (["a-South"], 1)}
+    assert found["sites"]["Nord"]["final"]["test"]["primary"] == pytest.approx(0.6)
+    assert found["sites"]["Nord"]["final"]["worst_client"]["client"] == "b-Nord"
+
+
 def test_clients_carry_what_was_planned_and_what_came_out() -> None:
     found = outcome()["clients"]
     assert list(found) == list(CLIENTS)

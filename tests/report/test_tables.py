@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from atlas_fl.report.table import Table, text_of
-from atlas_fl.report.tables import closing_table, plan_tables
+from atlas_fl.report.tables import closing_table, plan_tables, site_tables
 
 
 def printed(table: Table, width: int = 80) -> str:
@@ -173,6 +173,17 @@ def test_the_closing_table_tells_where_a_run_stopped(make_run) -> None:
     assert "stopped" not in printed(closing_table(summary))
     summary |= {"stopped": {"round": 7}, "best": {"round": 4, "validation": 0.8125}}
     assert "stopped early after round 7; best in round 4: validation 0.812" in printed(closing_table(summary))
+
+
+def test_the_table_of_sites_has_means_and_gains_by_hand() -> None:
+    assert site_tables({"tasks": {}}) == []
+    scored = {"final": {"test": {"primary": 0.6}}, "best": {"test": {"primary": 0.75}}}
+    sites = {"Nord": {"names": ["a-Nord", "b-Nord"], **scored}, "South": {"names": ["a-South"], **scored}}
+    (table,) = site_tables({"sites": sites, "alone": {"clients": {"a-Nord": {"gain": 0.2}, "b-Nord": {"gain": -0.1}}}})
+    assert table.columns == ["site", "clients", "final", "best", "over alone"]
+    assert cells(table, 0) == ["Nord", "a-Nord, b-Nord", "0.600", "0.750", "+0.050"]
+    assert cells(table, 1)[-1] == "-"
+    assert site_tables({"sites": sites})[0].columns == ["site", "clients", "final", "best"]
 
 
 def test_builders_leave_their_arguments_alone(make_run) -> None:

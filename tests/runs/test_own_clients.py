@@ -102,6 +102,84 @@ def test_three_sites_end_with_the_bits_of_one_csv(
     passing_audit(fed.served.path)
 
 
+KINDS = {"triage": ("DESC", "HUM"), "topic": ("ENTY", "LOC", "NUM")}
+
+
+@pytest.fixture
+def two_tasks(hospitals: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """The questions of north and south, of two tasks by their classes; south's own rows lie in south-notes.csv too."""
+    kind_of = {label: kind for kind, labels in KINDS.items() for label in labels}
+    with (tmp_path / "hospitals.csv").open(newline="") as file:
+        given = [row for row in csv.reader(file) if row[1] in kind_of and row[2] != "Mary"]
+    rows = [[*row, kind_of[row[1]]] for row in given]
+    south = [row for row in rows if row[2] == "south"]
+    new = [[f"Well {note}", *more] for note, *more in south]
+    files = {"notes": rows, "south-notes": south, "new": new, "new-topic": [row for row in new if row[3] == "topic"]}
+    for name, own in files.items():
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("note", "triage", "hospital", "kind"), *own])
+    task = f"notes={tmp_path}/notes.csv,{COLUMNS},client=hospital,task=kind"
+    return lambda **values: hospitals(**{"task": (task,), "devices": ("laptop_8gb", "tablet_4gb"), **values})
+
+
+@pytest.mark.slow
+def test_two_sites_of_two_tasks_end_with_the_bits_of_one_csv(
+    two_tasks: Callable[..., Config], tmp_path: Path, programs: Programs, finished: FinishedRuns
+) -> None:
+    """A site takes part once for each of its tasks; north takes its rows of the file, south has a file of its own."""
+    devices = {"north": "laptop_8gb", "south": "tablet_4gb"}
+    words = {
+        "north": f"notes=notes.csv,{COLUMNS},client=hospital,task=kind",
+        "south": f"notes=south-notes.csv,{COLUMNS},task=kind",
+    }
+    # the server has its clients in the order of their certificates
+    sites = {f"notes-{kind}-{site}": site for kind in sorted(KINDS) for site in devices}
+    clients = {name: devices[site] for name, site in sites.items()}
+    fed = Federation(two_tasks(strategy="atlas"), tmp_path, clients, programs, finished)
+    server, port = fed.serve()
+    joined = [
+        programs.start(
+            *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", words[site]),
+            *("--device", devices[site], "--least-examples", "2"),
+            folder=tmp_path,
+        )
+        for name, site in sites.items()
+    ]
+    assert all(f"the run is complete for {name}" in site.end() for name, site in zip(sites, joined, strict=True))
+    server.end()
+    fed.is_as_simulated()
+    simulated, served = (read_json(folder.plan) for folder in (RunFolder(fed.simulated), fed.served))
+    assert {one["name"]: one["device"] for one in simulated["clients"]} == clients
+    assert simulated["data"] == served["data"]
+    summaries = [read_json(folder.summary)["sites"] for folder in (RunFolder(fed.simulated), fed.served)]
+    assert summaries[0] == summaries[1]
+    assert list(summaries[0]) == ["north", "south"]
+    passing_audit(fed.served.path)
+
+
+@pytest.mark.slow
+def test_a_late_client_of_a_site_a_newcomer_and_an_export(
+    two_tasks: Callable[..., Config], finished: FinishedRuns, tmp_path: Path
+) -> None:
+    run = finished(two_tasks(arrive=("notes-topic-north=2",), alone="all")).folder
+    passing_audit(run)
+    assert main(["export", str(run), "--client", "notes-topic-north", "--to", str(tmp_path / "exported")]) == 0
+    assert main(["report", str(run)]) == 0
+    page, summary = (run / "report.html").read_text(), read_json(RunFolder(run).summary)
+    assert "Test scores by site" in page
+    north = [summary["clients"][f"notes-{kind}-north"]["final"]["test"]["primary"] for kind in KINDS]
+    assert summary["sites"]["north"]["final"]["test"]["primary"] == pytest.approx(sum(north) / 2)
+    for words in ("notes=new.csv,task=kind:topic", "notes-topic=new-topic.csv"):
+        name, _, rest = words.partition("=")
+        placed = place_client(run, task=f"{name}={tmp_path}/{rest},{COLUMNS}")
+        assert placed.name == "notes-topic-1"  # beside the one that began
+    for words in (f"notes={tmp_path}/new.csv,{COLUMNS},task=kind", "notes"):
+        with pytest.raises(
+            ConfigError, match=r"a newcomer has one task, .* name one, as in task=COLUMN:topic, or give"
+        ):
+            place_client(run, task=words)
+
+
 @pytest.mark.slow
 def test_a_class_that_the_server_lacks_is_one_line(federation: Callable[..., Federation], tmp_path: Path) -> None:
     fed = federation()

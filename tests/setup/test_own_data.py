@@ -53,6 +53,17 @@ def test_splits_labels_and_dates_are_kept(tmp_path: Path) -> None:
     assert clients[0].test.text[-1] == "note 119"  # type: ignore[union-attr]
 
 
+def test_rows_may_say_their_task(tmp_path: Path) -> None:
+    rows = [{**row, "kind": ("topic", "triage")[n % 4 > 1]} for n, row in enumerate(ROWS)]
+    for form in (rows, pd.DataFrame(rows).drop(columns="extra")):
+        clients = clients_of(own_data(task_row(form, name="notes", folder=tmp_path, task="kind", **COLUMNS)))
+        assert {client.task.name for client in clients} == {"notes-topic", "notes-triage"}
+        one = task_row(form, name="notes", folder=tmp_path, task="kind:topic", labels=("low", "high"), **COLUMNS)
+        assert [client.name for client in clients_of(own_data(one))] == ["north", "south"]
+    config = own_data(*(one.replace("topic", kind) for kind in ("topic", "triage")))
+    assert (len(clients_of(config)), federation_name(config)) == (4, "notes")
+
+
 def test_settings_and_tasks_that_are_said_stay() -> None:
     config = own_data("t=t.csv,client=c", preset="smoke", tasks=("movie", "t"), samples=7, devices=("cpu_2gb",))
     assert (config.data.tasks, config.data.samples) == (("movie", "t"), 7)

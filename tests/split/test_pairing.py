@@ -41,6 +41,8 @@ def test_four_clients_by_hand() -> None:
         "large": HostMatch(host="laptop", reason="the quickest of 1 with room, in cluster 0"),
         "small": HostMatch(host="fast", reason="the quickest of 1 with room, in other clusters"),
     }
+    # no client is a guest of its own device
+    assert match_hosts([guest("small", fast=(0.5, 3.0))], [laptop, fast])["small"].host == "fast"
     # the laptop has gone
     assert [own.host for own in match_hosts([small, large], [fast]).values()] == ["fast", "fast"]
     alone = replace(small, cluster=UNDECIDED)

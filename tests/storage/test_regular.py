@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config, load_config, pin_mask_file, with_values
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.storage.folder_access import check_regular
 
@@ -28,4 +28,4 @@ def test_whoever_reads_what_a_user_names_says_so_in_a_line(tmp_path) -> None:
         pin_mask_file(with_values(Config(), {"mask_file": os.devnull}))
     (tmp_path / "own.csv").symlink_to(os.devnull)
     with pytest.raises(DataError, match=r"^cannot read .*no regular file"):
-        parse_task(f"own={tmp_path / 'own.csv'}")
+        parse_tasks(f"own={tmp_path / 'own.csv'}")

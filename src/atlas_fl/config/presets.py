@@ -175,7 +175,7 @@ def federation_name(config: Config) -> str:
     >>> federation_name(with_values(Config(), {"tasks": (), "task": ("triage=notes.csv,client=hospital",)}))
     'triage'
     """
-    own = [row.partition("=")[0].partition(",")[0] for row in config.data.task]
+    own = list(dict.fromkeys(row.partition("=")[0].partition(",")[0] for row in config.data.task))
     if not own or not set(config.data.tasks) <= set(own):
         return config.run.preset
     name = "+".join(own)[:MOST_TITLE]

@@ -211,6 +211,42 @@ def client_names(tasks: Sequence[Task], clients_per_task: int) -> tuple[tuple[st
     )
 
 
+ALL = "all"
+"""The one client of a task whose rows lie in one place is called `<task>-all` (`heterogeneity.centralize`)."""
+
+
+def site_of(name: str, task: str) -> str:
+    """The site of a client of this task: what its name has behind the task's where the data name it, else its name.
+
+    Clients of several tasks are of one site where it is the same, and that site has one device.
+
+    >>> site_of("notes-triage-Nord", "notes-triage"), site_of("Nord", "notes-triage"), site_of("movie-0", "movie")
+    ('Nord', 'Nord', 'movie-0')
+    """
+    site = name.removeprefix(f"{task}-")
+    return name if site.isdecimal() or site == ALL else site
+
+
+def task_of_client(tasks: Sequence[Task], name: str) -> Task:
+    """The one of these tasks that a client of this name has.
+
+    Raises:
+        DataError: there are several, and none has a client called so.
+    """
+    if len(tasks) == 1:
+        return tasks[0]
+    names = zip(tasks, client_names(tasks, 1), strict=True)
+    own = [
+        task for task, of_task in names if name in of_task or (not task.clients and site_of(name, task.name) != name)
+    ]
+    if not own:
+        raise DataError(
+            f"the data have the tasks {first_of([task.name for task in tasks])}, and none has a client called {name!r},"
+            " as this site is; name one task of the column, as in task=kind:triage, or use its client's certificate"
+        )
+    return max(own, key=lambda task: len(task.name))
+
+
 def own_clients(
     task: Task,
     datas: Sequence[TaskData],
@@ -257,12 +293,13 @@ def site_client(
         DataError: the data name clients, and none of them so.
     """
     data = load_task(task, source)
-    if data.clients and name not in task.clients:
+    place = name if name in task.clients else site_of(name, task.name)
+    if data.clients and place not in task.clients:
         raise DataError(
             f"task {task.name!r} has the clients {first_of(task.clients)} and none called {name!r}, as this site is;"
             " leave client= out where all rows are its own, or use that client's certificate"
         )
-    own = data.clients[task.clients.index(name)] if data.clients else data
+    own = data.clients[task.clients.index(place)] if data.clients else data
     (client,) = own_clients(task, [own], sizes, names=[name], seed=0, secrets={name: secret}, notes=data.notes)
     return _with_shuffled_labels(client, derive_secret(secret, "rows")) if shuffle_labels else client
 

@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from atlas_fl.data.cleaning import check_no_leak, without
-from atlas_fl.data.clients import BALANCED, ClientData, Concept, group_by
+from atlas_fl.data.clients import ALL, BALANCED, ClientData, Concept, group_by
 from atlas_fl.data.task import Examples, Source, Task, TaskData, concatenate, load_task
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import Split
@@ -105,7 +105,7 @@ def centralize(clients: Sequence[ClientData]) -> tuple[ClientData, ...]:
     """One client for each task, `<task>-all`, with the rows of all its clients as these judge them, in their order."""
     merged = []
     for name, members in group_by(clients, lambda client: client.task.name).items():
-        first = replace(members[0], name=f"{name}-all", concept=Concept(), given=None, own_rows=None)
+        first = replace(members[0], name=f"{name}-{ALL}", concept=Concept(), given=None, own_rows=None)
         merged.append(first.with_splits(partial(_together, members)))
     return tuple(merged)
 

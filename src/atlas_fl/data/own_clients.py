@@ -1,15 +1,16 @@
-"""Clients that the data themselves name: rows by client, and splits by a column, by time or by groups.
+"""Clients that the data themselves name: rows by task and client, and splits by a column, by time or by groups.
 
 Options of a `--task` row say how: `client=` is a column, or `file` for one client a file or folder; `split=` is a
 column of splits, `order=` one of numbers or dates, `group=` one whose rows stay together, `least=` the fewest examples
-of a client. Each client is cleaned and split by itself, as a site of its own would be, so a simulation and the same
-federation across machines have the same rows.
+of a client. `task=` is a column of tasks: the row of `--task` is then one task for each word in it. Each client is
+cleaned and split by itself, as a site of its own would be, so a simulation and the same federation across machines have
+the same rows.
 """
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,11 +21,11 @@ from atlas_fl.data.cleaning import SEED, TEST, TRAIN, VALIDATION, arrange, keys
 from atlas_fl.data.formats import ending_of
 from atlas_fl.data.tables import READERS, Table, split_of, time_of
 from atlas_fl.data.task import Labels, Rows, TaskData, as_texts, concatenate
-from atlas_fl.errors import ConfigError, DataError, short_repr
+from atlas_fl.errors import ConfigError, DataError, did_you_mean, first_of, short_repr
 from atlas_fl.params import Split
 from atlas_fl.rng import generator
 
-OPTIONS = ("client", "split", "order", "group", "least")
+OPTIONS = ("client", "split", "order", "group", "least", "task")
 BY_FILE = "file"
 """Value of `client=` for one client a file."""
 MOST_NAME = 60
@@ -44,12 +45,20 @@ class Dealing:
     order: str | None = None
     group: str | None = None
     least: int = 0
+    task: str | None = None
+    """`column`, or `column:word` for one of its tasks alone."""
+
+    @property
+    def task_column(self) -> str | None:
+        """The column that says of which task a row is."""
+        return None if self.task is None else self.task.partition(":")[0]
 
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
         """The columns that these options name, and what may be in them (`tables.CHECKS`)."""
         client = None if self.client == BY_FILE else self.client
-        named = ((client, "text"), (self.split, "split"), (self.order, "time"), (self.group, "text"))
+        columns = (client, self.split, self.order, self.group, self.task_column)
+        named = zip(columns, ("text", "split", "time", "text", "class"), strict=True)
         return tuple((name, kind) for name, kind in named if name is not None)
 
 
@@ -63,6 +72,11 @@ def read_options(name: str, options: Mapping[str, str]) -> Dealing:
     if "split" in options and (other := next((one for one in ("order", "group") if one in options), None)):
         raise ConfigError(
             f"task {name!r} has split= and {other}=, which both say what is tested on; leave one of them out"
+        )
+    if "task" in options and not re.fullmatch("[^:]+(:.+)?", options["task"]):
+        raise ConfigError(
+            f"task={options['task']} of task {name!r} is no column; write task=kind for the column 'kind', or"
+            " task=kind:triage for its task 'triage' alone"
         )
     return Dealing(**{**options, "least": int(least)})  # type: ignore[arg-type]
 
@@ -97,6 +111,36 @@ def find_sources(path: Path, dealing: Dealing, *, name: str) -> dict[str, Path]:
 
 def _file_word(path: Path) -> str:
     return path.name if path.is_dir() else path.name.removesuffix(path.name[-len(ending_of(path)) :])
+
+
+def split_tasks(
+    name: str, tables: Mapping[Part, Table], dealing: Dealing, *, origin: Path
+) -> dict[str, dict[Part, Table]]:
+    """The tables of every task by its name; of one task where no column tells them apart.
+
+    A `DataError` says that the column has too many tasks, or not the one that is asked for.
+    """
+    if dealing.task_column is None:
+        return {name: {**tables}}
+    column, _, only = str(dealing.task).partition(":")
+    by_task: dict[str, dict[Part, Table]] = {}
+    for part, table in tables.items():
+        for word, positions in _positions([_word(value) for value in table[column]]).items():
+            rows = {one: [values[index] for index in positions] for one, values in table.items()}
+            by_task.setdefault(word, {})[part] = rows
+    num_rows = sum(len(table[column]) for table in tables.values())
+    if len(by_task) > max(1, num_rows // 2):
+        raise DataError(
+            f"column {column!r} of {origin} has {len(by_task)} different values in {num_rows} rows, such as"
+            f" {short_repr(min(by_task))}, and each would be a task; name the column of the tasks with task=, or leave"
+            " it out"
+        )
+    names = names_of_words(by_task, prefix=column)
+    chosen = {word: plain for word, plain in names.items() if only in ("", word, plain)}
+    if not chosen:
+        known = f"{did_you_mean(only, by_task)} it has {first_of(sorted(by_task))}"
+        raise DataError(f"column {column!r} of {origin} has no {short_repr(only)}{known}")
+    return {f"{name}-{plain}": by_task[word] for word, plain in chosen.items()}
 
 
 def deal_rows(
@@ -227,6 +271,12 @@ def shared_texts(parts: Sequence[TaskData]) -> int:
     """Test texts of these clients that another one trains on."""
     holders = Counter(key for part in parts for key in set(keys(part.train)))
     return sum(holders[key] > 0 for part in parts for key in keys(part.test))
+
+
+def names_of_words(words: Iterable[str], *, prefix: str) -> dict[str, str]:
+    """The name of every one of these words, in their natural order (`name_clients`)."""
+    ordered = sorted(words, key=_natural)
+    return dict(zip(ordered, name_clients(ordered, prefix=prefix), strict=True))
 
 
 def name_clients(words: Sequence[str], *, prefix: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from atlas_fl.data.embedded import EMBEDDED
 from atlas_fl.data.hub import HUB_TASKS
 from atlas_fl.data.image_sets import VISION
 from atlas_fl.data.task import Task
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks, split_description
 from atlas_fl.errors import ConfigError, unknown_name
 
 TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *HUB_TASKS, *VISION)}
@@ -15,15 +15,20 @@ TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *HUB_TASKS, *V
 def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Task, ...]:
     """The tasks of these names, followed by the user's own that no name asked for.
 
-    `descriptions` are such as `name=path,text=..` (`data.user_files.parse_task`). A `ConfigError` names a task that
-    nothing defines, that is named twice, or that takes the name of a registered one.
+    `descriptions` are such as `name=path,text=..` (`data.user_files.parse_tasks`); the name of one with task= stands
+    for all its tasks. A `ConfigError` names a task that nothing defines, that is named twice, or that takes the name of
+    a registered one.
     """
     brought: dict[str, Task] = {}
-    for task in map(parse_task, descriptions):
-        if task.name in TASKS or task.name in brought:
-            raise ConfigError(f"there is a task {task.name!r} already; give yours another name")
-        brought[task.name] = task
+    by_description: dict[str, list[str]] = {}
+    for description in descriptions:
+        for task in parse_tasks(description):
+            if task.name in TASKS or task.name in brought:
+                raise ConfigError(f"there is a task {task.name!r} already; give yours another name")
+            brought[task.name] = task
+            by_description.setdefault(split_description(description)[0], []).append(task.name)
     tasks = {**TASKS, **brought}
+    names = [task for name in names for task in ([name] if name in tasks else by_description.get(name, [name]))]
     task_names = (*names, *(name for name in brought if name not in names))
     for index, name in enumerate(task_names):
         if name not in tasks:

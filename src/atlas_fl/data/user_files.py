@@ -44,8 +44,10 @@ _WIDE = ("I", "F")
 """Pillow's modes of more than eight bits, which would be cut off at 255."""
 
 
-def parse_task(description: str) -> Task:
+def parse_tasks(description: str) -> tuple[Task, ...]:
     """The task of `name=path,text=..,pair=..,label=..,metric=..`, or of `name=path,text=..,target=..`, read from disk.
+
+    With task= there is one for each word in that column, called `name-word`, with its own rows and classes.
 
     Labels are words or whole numbers, numbered in sorted order, or those of labels= in theirs; with metric=pearson they
     are values. With target= there
@@ -58,26 +60,18 @@ def parse_task(description: str) -> Task:
     """
     name, path, options = _parse_description(description)
     if path is None:
-        return _classes_task(name, options)
+        return (_classes_task(name, options),)
     if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
-        return folder_task(name, path, options)
+        return (folder_task(name, path, options),)
     columns = _columns(name, options)
     sources = own_clients.find_sources(path, columns.dealing, name=name)
     args = (name, tuple(sources.items()), columns, *READERS.values())
-    data, names = read_once(_read_task, *args, files=sources.values())
+    read = read_once(_read_tasks, *args, files=sources.values())
     prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
-    clients = own_clients.name_clients(data.words, prefix=prefix)
-    data = replace(data, notes=(*own_clients.name_notes(data.words, clients), *data.notes))
-    return Task(
-        name=name,
-        num_labels=(len(names) or 1) if columns.target is None else 0,
-        metric=columns.metric,
-        truncate=columns.truncate,
-        label_names=names,
-        positive=_positive(names, columns, str(path)),
-        note=f"your own: {path}",
-        clients=clients,
-        load=lambda _: data,
+    sites = own_clients.names_of_words({word for data, _ in read.values() for word in data.words}, prefix=prefix)
+    return tuple(
+        _make_task(task, data, names, columns, path=path, clients=tuple(sites[word] for word in data.words))
+        for task, (data, names) in read.items()
     )
 
 
@@ -143,6 +137,32 @@ def with_labels(description: str, classes: Sequence[str]) -> str:
         return description
     # what would end a name in a description is written as in URLs
     return f"{description},labels=" + "|".join(quote(name, safe=" :;()[]{}/'!?*+&<>=") for name in classes)
+
+
+def described_task(description: str) -> str:
+    """The name of the task that this describes, or its own where there may be several (task=).
+
+    >>> described_task("notes=notes.csv,task=kind:triage"), described_task("notes=notes.csv,task=kind")
+    ('notes-triage', 'notes')
+    """
+    name, _, options = split_description(description) if "=" in description else (description, "", {})
+    column, colon, word = options.get("task", "").partition(":")
+    return f"{name}-{own_clients.name_clients([word], prefix=column)[0]}" if colon else name
+
+
+def with_task_of(description: str, client: str, *, tasks: Sequence[str]) -> str:
+    """The description of the one of its tasks behind which this client is called, where that is one of `tasks`.
+
+    >>> with_task_of("notes=notes.csv,task=kind", "notes-triage-Nord", tasks=["notes-topic", "notes-triage"])
+    'notes=notes.csv,task=kind:triage'
+    """
+    name, _, options = split_description(description) if "=" in description else ("", "", {})
+    column = options.get("task", ":")
+    own = [task for task in tasks if task.startswith(f"{name}-") and client.startswith(f"{task}-")]
+    if ":" in column or not own:
+        return description
+    word = max(own, key=len).removeprefix(f"{name}-")
+    return description.replace(f",task={column}", f",task={column}:{word}")
 
 
 def _declared_classes(name: str, text: str) -> tuple[str, ...]:
@@ -242,6 +262,12 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
 
 
 def _check_reading(name: str, columns: Columns) -> None:
+    task = columns.dealing.task or ":"
+    if columns.labels and ":" not in task:
+        raise ConfigError(
+            f"task {name!r} has labels= and task={task}, whose tasks have classes each; write a row of --task for each,"
+            f" as in {name}=..,task={task}:WORD,labels=..|.."
+        )
     if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
         known = ", ".join(SEPARATORS)
         raise ConfigError(
@@ -281,10 +307,31 @@ def _read_tables(path: Path, columns: Columns) -> tuple[dict[str, Table], tuple[
     return tables, notes
 
 
-def _read_task(
+def _make_task(
+    name: str, data: TaskData, names: tuple[str, ...], columns: Columns, *, path: Path, clients: tuple[str, ...]
+) -> Task:
+    data = replace(data, notes=(*own_clients.name_notes(data.words, clients), *data.notes))
+    return Task(
+        name=name,
+        num_labels=(len(names) or 1) if columns.target is None else 0,
+        metric=columns.metric,
+        truncate=columns.truncate,
+        label_names=names,
+        positive=_positive(names, columns, _origin(path, name, columns)),
+        note=f"your own: {path}",
+        clients=clients,
+        load=lambda _: data,
+    )
+
+
+def _origin(path: Path, name: str, columns: Columns) -> str:
+    return f"task {name!r} of {path}" if columns.dealing.task else str(path)
+
+
+def _read_tasks(
     name: str, sources: tuple[tuple[str, Path], ...], columns: Columns, *readers: object
-) -> tuple[TaskData, tuple[str, ...]]:
-    """The splits of files or folders, by the readers of this process, and the names of the classes."""
+) -> dict[str, tuple[TaskData, tuple[str, ...]]]:
+    """By task the splits of files or folders, by the readers of this process, and the names of the classes."""
     del readers
     tables: dict[Part, Table] = {}
     origins: dict[Part, str] = {}
@@ -293,12 +340,27 @@ def _read_task(
         of_path, told = _read_tables(path, columns)
         tables |= {(client, split): table for split, table in of_path.items()}
         origins |= {(client, split): str(path) if split == "all" else f"{split} of {path}" for split in of_path}
-        notes += [f"{path}: {note}" if len(sources) > 1 else note for note in told]
+        notes += [f"{path}: {note}" if len(sources) > 1 or columns.dealing.task else note for note in told]
+    by_task = own_clients.split_tasks(name, tables, columns.dealing, origin=sources[0][1])
+    read = {}
+    for task, of_task in by_task.items():
+        data, names = _arrange_task(
+            task, of_task, columns, origins=origins, origin=_origin(sources[0][1], task, columns)
+        )
+        read[task] = replace(data, notes=(*notes, *data.notes)), names
+        notes = []  # those on files are told once
+    return read
+
+
+def _arrange_task(
+    name: str, tables: Mapping[Part, Table], columns: Columns, *, origins: Mapping[Part, str], origin: str
+) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of a task, and the names of its classes."""
     names: tuple[str, ...] = ()
     if columns.target is not None:
         rows = {part: _prompted_rows(table, columns, target=columns.target) for part, table in tables.items()}
     else:
-        rows, names = _labelled_rows(tables, columns, origins=origins, path=sources[0][1])
+        rows, names = _labelled_rows(tables, columns, origins=origins, path=origin)
     dealt = own_clients.deal_rows(rows, tables, columns.dealing, name=name)
     if columns.dealing.client is not None:
         data = own_clients.arrange_clients(dealt, columns.dealing, name=name)
@@ -307,17 +369,19 @@ def _read_task(
         held_out = () if columns.labels else names
         labelled = columns.target is None and not columns.labels
         data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
-    return replace(data, notes=(*notes, *data.notes)), names
+    return data, names
 
 
 def _labelled_rows(
-    tables: Mapping[Part, Table], columns: Columns, *, origins: Mapping[Part, str], path: Path
+    tables: Mapping[Part, Table], columns: Columns, *, origins: Mapping[Part, str], path: str
 ) -> tuple[dict[Part, Rows], tuple[str, ...]]:
     """The rows by file and split, and the names of the classes; none of a regression."""
     names = columns.labels
     if columns.has_classes and not names:
         words = [_word(value) for table in tables.values() for value in table[columns.label]]
-        names = _class_names(words, columns.label, origin=path)
+        column = columns.dealing.task_column
+        alone = "" if column is None else f", or take other tasks alone, as in task={column}:WORD"
+        names = _class_names(words, columns.label, origin=path, remedy=alone)
     numbers = {name: number for number, name in enumerate(names)}
     rows = {}
     for part, table in tables.items():
@@ -352,7 +416,7 @@ def _texts(table: Table, name: str) -> tuple[str, ...]:
     return tuple(map(str, table[name]))
 
 
-def _class_names(labels: Sequence[str], column: str, *, origin: Path) -> tuple[str, ...]:
+def _class_names(labels: Sequence[str], column: str, *, origin: str, remedy: str = "") -> tuple[str, ...]:
     words = set(labels)
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
     are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
@@ -361,7 +425,7 @@ def _class_names(labels: Sequence[str], column: str, *, origin: Path) -> tuple[s
         raise DataError(
             f"column {column!r} of {origin} has {len(names)} different values in {len(labels)} rows, such as"
             f" {short_repr(names[0])}; allowed: two classes or more, of two rows each on average; name the label column"
-            " with label=, or ask for a regression with metric=pearson"
+            f" with label=, or ask for a regression with metric=pearson{remedy}"
         )
     return tuple(names)
 

@@ -18,7 +18,7 @@ from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_sett
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
-from atlas_fl.data.user_files import split_description, with_labels
+from atlas_fl.data.user_files import described_task, with_labels, with_task_of
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
@@ -69,14 +69,16 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 
-def with_classes_of(task: str, told: object) -> str:
+def with_classes_of(task: str, told: object, *, client: str) -> str:
     """A site's task with the classes that a server tells of one of its name, unless it has classes of its own.
 
+    Of several tasks of a column it becomes the one behind which the client is called, where the server tells that one.
     So a site takes part that has no example of some class; one of a class that the server has not is refused.
     Raises `ProtocolError` where what is told are no names of classes.
     """
-    name = split_description(task)[0] if "=" in task else task
-    classes = told.get(name, ()) if isinstance(told, Mapping) else ()
+    known = told if isinstance(told, Mapping) else {}
+    task = with_task_of(task, client, tasks=[name for name in known if isinstance(name, str)])
+    classes = known.get(described_task(task), ())
     return with_labels(task, read(tuple[LabelName, ...], classes, "the classes of the server: "))
 
 

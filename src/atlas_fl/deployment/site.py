@@ -23,6 +23,7 @@ from atlas_fl.data.clients import (
     label_statistics,
     make_clients,
     site_client,
+    task_of_client,
 )
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
@@ -318,7 +319,7 @@ def _work(
     on_event(Note(f"{name} is connected to {joining.address}"))
     on_event(PhaseStarted("loading"))
     settings = _settings_of(link.welcome, joining)
-    joining = replace(joining, task=with_classes_of(joining.task, link.welcome.get("classes")))
+    joining = replace(joining, task=with_classes_of(joining.task, link.welcome.get("classes"), client=name))
     run = config_hash(settings)
     device = read_device(joining.device).name
     if joining.model is None:
@@ -428,7 +429,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
     whole task, or the rows that its data have for its name, up to the config's numbers of rows, which its secret
     chooses: the same in every run, whatever seed a server names.
     """
-    client_task = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
+    client_task = task_of_client(find_tasks((), (task,)) if "=" in task else find_tasks((task,)), name)
     source = source_of(config)
     settings = config.data
     samples: Sizes = {

@@ -6,6 +6,7 @@
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
                utilisation of the device; test precision, recall and F1 by class
     tasks      per task: its metric, means over its clients, the worst client, the spread; the same by class
+    sites      where some have clients of several tasks: per site the same over its clients, and their names
     overall    the same over all clients
     attackers, honest  with `--attack`: who attacks, and the same over all others
     steps      optimizer steps of all clients in all rounds, of second models and of halves too
@@ -41,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atlas_fl.data.clients import group_by, site_of
 from atlas_fl.data.metrics import class_table
 from atlas_fl.errors import first_of
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
@@ -350,6 +352,7 @@ def summarise(
     sizes = Counter(entry["task"] for entry in planned.values())
     metrics_of_tasks = {row["task"]: {"metric": row["metric"]} for row in plan.get("data", ()) if "metric" in row}
     events = [row for row in metrics if "event" in row]
+    sites = group_by(by_client.values(), lambda history: site_of(history.client, history.task))
     stops = [{"round": row["round"]} for row in events if row["event"] == STOPPED]
     refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
     validation = mean_series(list(by_client.values()), "validation")
@@ -385,6 +388,9 @@ def summarise(
     }
     for best in best_rounds(validation, 1):
         result["best"] = {"round": best, "validation": validation[best]}
+    if len(sites) < len(by_client):
+        names = {site: {"names": [member.client for member in members]} for site, members in sites.items()}
+        result["sites"] = {site: group_scores(members) | names[site] for site, members in sites.items()}
     if stops:
         result["stopped"] = stops[0]
     if attackers:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from atlas_fl.client.job import Job, Update
+from atlas_fl.data.clients import site_of
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER_DEVICE, cut_traffic_of
 from atlas_fl.ranks.cost_model import crossing_seconds, link_between
@@ -107,6 +108,7 @@ def _hosting_requirements(
     assembly: Assembly, clients: Sequence[ClientPlan]
 ) -> tuple[list[host_matching.GuestRequirement], list[host_matching.HostCapacity]]:
     planned_devices = list(zip(clients, assembly.devices, strict=True))
+    tasks = {planned.name: planned.task for planned in clients}
     host_devices = {planned.name: device for planned, device in planned_devices if planned.cut is None}
     guests: list[host_matching.GuestRequirement] = []
     hosts: list[host_matching.HostCapacity] = []
@@ -127,6 +129,7 @@ def _hosting_requirements(
                 link_seconds=model_seconds + crossing_seconds(crossings, link_between(device, host)),
             )
             for name, host in host_devices.items()
+            if site_of(name, tasks[name]) != site_of(planned.name, planned.task)
         }
         memory_bytes = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
         guests.append(

@@ -13,7 +13,7 @@ from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
-from atlas_fl.data.user_files import with_labels
+from atlas_fl.data.user_files import described_task, parse_tasks, with_labels
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
@@ -82,13 +82,20 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
             " --one-task"
         )
     run_tasks = config.data.task
+    name = described_task(description)
     if "=" in description:
-        name = description.partition("=")[0]
         known = find_tasks(config.data.tasks, run_tasks)
         classes = next((task.label_names for task in known if task.name == name), ())
-        (task,) = find_tasks((), (with_labels(description, classes),))
+        tasks = find_tasks((), (with_labels(description, classes),))
     else:
-        task = find_tasks((description,), run_tasks)[0]
+        tasks = find_tasks((description,), run_tasks)
+    task = tasks[0]
+    if task.name != name:
+        word = task.name.removeprefix(f"{name}-")
+        raise ConfigError(
+            f"a newcomer has one task, and the rows of {name!r} have a column of them; name one, as in"
+            f" task=COLUMN:{word}, or give a file of its rows alone: --task {task.name}=new.csv"
+        )
     if len(task.clients) > 1:
         raise ConfigError(
             f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({', '.join(task.clients[:3])}"
@@ -97,11 +104,11 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
     if task.clients:
         (own,) = load_task(task, source_of(config)).clients
         task = replace(task, clients=(), load=lambda _: own)
-    matching = tuple(text for text in run_tasks if text.startswith(f"{task.name}="))
+    matching = tuple(text for text in run_tasks if task.name in [one.name for one in parse_tasks(text)])
     names = tuple(name for name in config.data.tasks if name == task.name)
     if names or matching:
         clients = load_clients(replace(config, data=replace(config.data, tasks=names, task=matching)))
-        task = _without_rows(task, [client.train for client in clients])
+        task = _without_rows(task, [client.train for client in clients if client.task.name == name])
     (client,) = make_clients(
         (task,),
         source_of(config),

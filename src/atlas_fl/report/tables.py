@@ -223,6 +223,16 @@ def closing_table(summary: Entry) -> Table:
     return replace(table, footer=[["all", *[cell(summary["overall"]) for cell in list(SCORES.values())[1:]]]])
 
 
+def site_tables(summary: Entry) -> list[Table]:
+    """One row a site, where sites have clients of several tasks: means over its clients, and the gain of these."""
+    gains = summary.get("alone", {}).get("clients", {})
+    groups = [
+        {"task": site, "gains": [gains[name]["gain"] for name in group["names"] if name in gains], **group}
+        for site, group in summary.get("sites", {}).items()
+    ]
+    return [table_of("Test scores by site", SITES, groups, note=SITES_NOTE).without_empty()] if groups else []
+
+
 def _worst_client(group: Entry) -> str:
     worst = group.get("final", {}).get("worst_client")
     return f"{worst['client']} {number(worst.get('primary'), 3)}" if worst else EMPTY
@@ -239,6 +249,13 @@ SCORES: Columns = {
     "spread": cell_at("final.spread.std", plain),
     "worst client": _worst_client,
 }
+SITES: Columns = {
+    "site": SCORES["task"],
+    "clients": lambda group: names_in_words(group["names"]),
+    **{name: SCORES[name] for name in ("majority", "final", "best")},
+    "over alone": lambda group: plain(fmean(group["gains"]) if group["gains"] else None, sign=True),
+}
+SITES_NOTE = "means over the clients of a site, which are one for each of its tasks, on one device"
 LEGEND = (
     "best: test score of each client's best round by validation; 90%: first round with 90% of the last validation "
     "score; spread: standard deviation over clients"

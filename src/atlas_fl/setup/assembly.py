@@ -17,7 +17,7 @@ from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients, site_of
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
@@ -218,7 +218,7 @@ def assemble(
     `backbone` for one that would be loaded.
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
-    devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
+    dealt = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
     tasks = [client.task for client in clients]
     trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
@@ -251,11 +251,18 @@ def assemble(
     return Assembly(
         config=config,
         clients=clients,
-        devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
+        devices=_deal_devices(dealt, clients) if devices is None else devices,
         site=replace(site, max_tokens=max_tokens),
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
     )
+
+
+def _deal_devices(devices: Sequence[Device], clients: Sequence[ClientData]) -> tuple[Device, ...]:
+    """The device of each client, dealt out to the sites in turn: clients of one site have one."""
+    sites = [site_of(client.name, client.task.name) for client in clients]
+    place = {site: index for index, site in enumerate(dict.fromkeys(sites))}
+    return tuple(devices[place[site] % len(devices)] for site in sites)
 
 
 def _read_secrets(config: Config, names: Sequence[str]) -> dict[str, bytes]:

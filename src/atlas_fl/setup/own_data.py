@@ -21,7 +21,7 @@ from atlas_fl.data.user_files import with_labels
 from atlas_fl.errors import DataError, short_repr
 from atlas_fl.storage.folder_access import write_atomic
 
-_COLUMNS = ("text", "pair", "label", "target", "client", "split", "order", "group")
+_COLUMNS = ("text", "pair", "label", "target", "client", "split", "order", "group", "task")
 """Options of a task whose values are columns."""
 
 
@@ -45,8 +45,8 @@ def task_row(
 ) -> str:
     """Write these examples below `folder`, and return the row of `--task` that reads them.
 
-    `options` are those of `--task`: columns by text=, label=, client= and so on, and metric=, least=; `labels` are the
-    classes where some client lacks one. Of examples by split, such as a `DatasetDict`, each split is kept.
+    `options` are those of `--task`: columns by text=, label=, client=, task= and so on, and metric=, least=; `labels`
+    are the classes where some client lacks one. Of examples by split, such as a `DatasetDict`, each split is kept.
 
     Raises:
         DataError: a column is missing, or a value is no text, number, date or nothing.
@@ -57,6 +57,8 @@ def task_row(
         named["split"] = "split"
         tables = {split: {**table, "split": [split] * _length(table)} for split, table in tables.items()}
     columns = {"text": "text", **({} if "target" in named else {"label": "label"}), **named}
+    if "task" in named:
+        columns["task"] = named["task"].partition(":")[0]
     lines: list[str] = []
     for table in tables.values():
         for column in columns.values():

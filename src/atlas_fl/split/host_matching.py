@@ -33,7 +33,7 @@ class GuestRequirement:
     device_seconds: float
     """Computing on its own device."""
     costs: Mapping[str, HostingCost]
-    """By the name of every host."""
+    """By the name of every host that is not this client's own device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,9 @@ def match_hosts(guests: Collection[GuestRequirement], hosts: Collection[HostCapa
             room = [
                 host
                 for host in hosts
-                if free[host.name] >= guest.bytes and (not inside or _is_same_cluster(guest, host))
+                if host.name in guest.costs
+                and free[host.name] >= guest.bytes
+                and (not inside or _is_same_cluster(guest, host))
             ]
             if guest.name in matched or not room:
                 continue

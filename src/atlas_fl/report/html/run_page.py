@@ -29,7 +29,7 @@ from atlas_fl.report.table import (
     table_of,
     word,
 )
-from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table
+from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table, site_tables
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -104,6 +104,7 @@ def _outcome(record: Record) -> list[Block]:
         Facts(facts=facts),
         _outcome_chart(record, clients, order),
         closing_table(summary),
+        *site_tables(summary),
         _client_table(record, clients),
         *([_gain_table(record.summary["alone"])] if told else []),
         *_class_tables(record),
