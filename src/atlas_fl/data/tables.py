@@ -141,9 +141,9 @@ def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str,
     return {split: table for split, (table, _) in read.items()}, (*left_out_note(unread), *remarks)
 
 
-def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
+def left_out_note(paths: Sequence[str], *, since: str = "whose names are of no split") -> tuple[str, ...]:
     """A remark on files that are not read, if there are any."""
-    return (f"{len(paths):,} files are left out, whose names are of no split: {first_of(paths)}",) if paths else ()
+    return (f"{len(paths):,} files are left out, {since}: {first_of(paths)}",) if paths else ()
 
 
 def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str, ...]]:
