@@ -179,6 +179,10 @@ def test_two_tasks_with_one_name_put_theirs_before_it(tmp_path: Path) -> None:
             "client=hospital",
             "client 'tiny': task 't' has no validation and no test rows .* leave small clients out with",
         ),
+        (
+            "client=hospital,group=hospital,least=9",
+            "no train and no .* five at the least and three groups in 'hospital', or",
+        ),
         ("client=hospital,least=many", "least='many' of task 't' is no number of examples"),
         ("client=hospital,least=99", "no client of task 't' has 99 examples, the most are 43; lower least="),
         ("least=3", "task 't' has least= without client="),

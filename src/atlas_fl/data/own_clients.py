@@ -210,8 +210,9 @@ def arrange_clients(
             try:
                 parts[word] = arrange(splits, name=name, labelled=False, validation_share=validation_share)
             except DataError as error:
+                groups = f" and three groups in {dealing.group!r}" if dealing.group else ""
                 raise DataError(
-                    f"client {short_repr(word)}: {error}, or leave small clients out with least=N"
+                    f"client {short_repr(word)}: {error}{groups}, or leave small clients out with least=N"
                 ) from None
     notes = []
     if few:
