@@ -18,7 +18,7 @@ from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import same_tensors
 from tests.runs.sessions import check_same_runs, in_sessions
-from tests.runs.workers import check_workers
+from tests.runs.workers import check_same
 
 WORDS = [str(number) for number in range(10, 60)]
 """A token each."""
@@ -69,10 +69,11 @@ def test_a_run_trains_on_the_tokens_of_texts_that_are_cut_by_hand(make: Callable
 
 @pytest.mark.slow
 @pytest.mark.parametrize("truncate", ["head", "middle"])
-def test_workers_and_a_resumed_run_train_on_the_same_tokens(
+def test_two_workers_and_a_resumed_run_train_on_the_same_tokens(
     make: Callable[..., Config], truncate: str, tmp_path: Path
 ) -> None:
-    folder = check_workers(lambda **values: make(truncate, **values))
+    folder = run_config(make(truncate, name="alone")).folder
+    check_same(folder, run_config(make(truncate, name="workers", workers=2)).folder)
     check_same_runs(folder, in_sessions(make(truncate, name="sessions", max_rounds=1)).folder)
     exported = export_client(folder, client="north", to=tmp_path / "exported") / "adapter_model.safetensors"
     assert same_tensors(read_tensors(exported), read_tensors(folder / "adapters/north/adapter_model.safetensors"))
@@ -95,7 +96,16 @@ def test_sites_train_on_the_same_tokens_and_so_does_a_server_that_was_killed(
     server, port = fed.serve()
     sites = [
         fed.programs.start(
-            *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--device", "laptop_8gb", "--least-examples", "2"),
+            *(
+                "join",
+                f"localhost:{port}",
+                "--certs",
+                f"certs/{name}",
+                "--device",
+                "laptop_8gb",
+                "--least-examples",
+                "2",
+            ),
             *("--task", f"notes={name}.csv,truncate=middle"),
             folder=tmp_path,
         )
