@@ -117,4 +117,3 @@ def test_sites_train_on_the_same_tokens_and_so_does_a_server_that_was_killed(
     assert all(f"the run is complete for {name}" in site.end() for name, site in zip(SITES, sites, strict=True))
     assert "resumed after round" in server.end()
     fed.is_as_simulated()
-    assert adapters(fed.served.path) != adapters(fed.simulate(task=fed._config.data.task[0].replace("middle", "head")))
