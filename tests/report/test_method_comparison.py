@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.report.comparison_tables import first_tables
 from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.method_comparison import (
     MethodComparison,
@@ -21,6 +22,7 @@ from atlas_fl.report.method_comparison import (
     describe_runs,
     variance_in_tasks,
 )
+from atlas_fl.report.table import text_of
 
 Groups = Mapping[str, Sequence[Path]]
 
@@ -102,6 +104,12 @@ def test_intervals_of_a_users_own_data_are_over_draws_of_test_examples(groups) -
     assert (low, high) == pytest.approx((0.1 - 0.0196, 0.1 + 0.0196), abs=0.003)
     low, high = compared.rows["local"].statistics.interval
     assert high - low == pytest.approx(4 * 0.05, abs=0.02)
+    for seeds in (1, 3):  # of two methods that end in the same models all draws are alike, and there is no interval
+        same = compare_scores({name: drawn["local"][:seeds] for name in ("a", "b")}, control="a")
+        texts = [text_of(cell) for table in first_tables(same) for row in table.rows for cell in row]
+        assert not [text for text in texts if "±0.000" in text] and any(
+            "±0.0" in text or "±0.1" in text for text in texts
+        )
     rows = drawn["atlas"][1:] + read["atlas"][:1]  # a row of a file has no draws
     assert not compare_scores({**drawn, "atlas": rows}, control="local").by_examples
 
