@@ -158,10 +158,10 @@ def test_who_may_not_be_placed_is_told_what_can_be(
     task = "triage=all.csv,text=body,label=urgency,client=ward"
     assert main(f"run --preset smoke {whole} --rounds 1 --name run --task {task}".split()) == 0
     capsys.readouterr()
-    assert main("place runs/run --task triage=old.csv,text=body,label=urgency".split()) == 2
+    assert main(["place", "runs/run", "--task", "triage=old.csv,text=body,label=urgency"]) == 2
     told = capsys.readouterr().err
     assert "in the run already, most of them with S, so nobody new is there to place; give rows that no client" in told
-    assert main("place runs/run --task triage".split()) == 2
+    assert main(["place", "runs/run", "--task", "triage"]) == 2
     told = capsys.readouterr().err
     assert "a newcomer is one client, and task 'triage' names 2 (N, S); give a file of its rows alone: --task" in told
     assert main(["place", "runs/run", *told.split("alone: ")[1].split()]) == 0

@@ -97,7 +97,7 @@ FEDSA = {"strategy": "fedsa", "ranks": "8"}
         ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
         (
             {"rating_cuts": (0.0,)},
-            "--rating-cuts needs tasks of values, such as movie_ratings or metric=pearson, and 'movie' has none",
+            "--rating-cuts needs tasks of values .movie_ratings, metric=pearson., and 'movie' has none",
         ),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
         # of methods

@@ -182,7 +182,7 @@ def test_sources_with_and_without_pairs_are_refused() -> None:
     [
         (
             {"rating_cuts": (0.0,)},
-            "--rating-cuts needs tasks of values, such as movie_ratings or metric=pearson, and 'three' has none",
+            "--rating-cuts needs tasks of values .movie_ratings, metric=pearson., and 'three' has none",
         ),
         ({"flipped_clients": 0.5}, "--flipped-clients needs tasks of classes, and 'stars' has none"),
         ({"test_mix": "balanced"}, "--test-mix balanced needs tasks of classes of its own, and 'stars' has none"),

@@ -129,10 +129,10 @@ def _without_rows(task: Task, used: Mapping[str, Examples]) -> Task:
         train = without(data.train, *used.values())
         if len(train) < 2:
             holder = min(used, key=lambda name: len(without(data.train, used[name])))
+            count = f"{len(data.train) - len(train)} of the {len(data.train)} training rows of task {task.name!r}"
             raise DataError(
-                f"{len(data.train) - len(train)} of the {len(data.train)} training rows of task {task.name!r} are in the"
-                f" run already, most of them with {holder}, so nobody new is there to place; give rows that no client of"
-                " the run trains on"
+                f"{count} are in the run already, most of them with {holder}, so nobody new is there to place; give"
+                " rows that no client of the run trains on"
             )
         return replace(data, train=train)
 
