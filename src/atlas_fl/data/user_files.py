@@ -442,16 +442,16 @@ def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapp
             f"task {name!r} has client={dealing.client}, and images have no columns; write client={own_clients.BY_FILE}"
             " for a folder of each client, with a folder of each class in it"
         )
-    classes = {word: found for word, source in sources.items() if (found := _class_folders(source))}
+    classes = {word: folders for word, source in sources.items() if (folders := _class_folders(source))}
     splits = {(word, split): folder for word in classes for split, folder in _split_folders(sources[word]).items()}
-    label_names = _image_classes(name, path, [folder.name for found in classes.values() for folder in found], options)
+    label_names = _image_classes(name, path, {one.name for folders in classes.values() for one in folders}, options)
     stray = [str(source) for word, source in sources.items() if word not in classes]
     cut = [sources[word] for word in classes if sources[word] not in splits.values()]
     unnamed = [str(one) for folder in cut for one in _folders(folder) if one not in splits.values()]
     told = (*left_out_note(stray, since="since they hold no images by class"), *left_out_note(unnamed))
     clients: tuple[str, ...] = ()
     if dealing.client is not None:
-        sizes = {word: sum(len(_images(folder)) for folder in found) for word, found in classes.items()}
+        sizes = {word: sum(len(_images(one)) for one in folders) for word, folders in classes.items()}
         words = own_clients.large_enough(sizes, dealing, name=name)
         clients = own_clients.name_clients(words, prefix="client")
         told = (*own_clients.name_notes(words, clients), *told)
@@ -474,11 +474,10 @@ def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapp
     )
 
 
-def _image_classes(name: str, path: Path, found: Sequence[str], options: Mapping[str, str]) -> tuple[str, ...]:
+def _image_classes(name: str, path: Path, found: set[str], options: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the classes: those of the folders, or those that labels= declares."""
-    declared = _declared_classes(name, options["labels"]) if "labels" in options else ()
-    names = declared or tuple(sorted(set(found)))
-    if other := sorted(set(found) - set(names)):
+    names = _declared_classes(name, options["labels"]) if "labels" in options else tuple(sorted(found))
+    if other := sorted(found - set(names)):
         raise DataError(
             f"{path} has a folder of images {other[0]!r}, which is none of the classes that labels= declares"
             f" ({', '.join(names)}); rename it, or declare it"

@@ -137,9 +137,7 @@ NOTES = {
 """The note below each table, by its title."""
 
 
-BY_EXAMPLES = (
-    "; 95%: over draws of the test examples, which a user's own data keep in all seeds; none where all draws are alike"
-)
+BY_EXAMPLES = "; 95%: over draws of the test examples, which own data keep in all seeds; none where all are alike"
 """End of the notes of tables whose intervals are of that kind."""
 
 
