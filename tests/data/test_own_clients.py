@@ -151,6 +151,7 @@ def test_declared_classes_keep_their_order_and_one_may_be_missing(tmp_path: Path
     assert set(task.load(NOWHERE).train.label.tolist()) == {0, 2}
     (only,) = find_tasks((), (f"t={write(tmp_path / 'one.csv', triage('a', 43, 'a'))},labels=a|b",))
     assert set(only.load(NOWHERE).train.label.tolist()) == {0}
+    assert [set(client.train.label) for client in clients_of(f"t={tmp_path / 'one.csv'},labels=a|b")] == [{0}] * 3
     (named,) = find_tasks((), ("t,labels=low|high",))
     assert named.label_names == ("low", "high")
     with pytest.raises(

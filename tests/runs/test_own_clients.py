@@ -149,7 +149,9 @@ def test_folders_of_images_train_as_clients_and_a_folder_is_placed(image_config:
                 Image.fromarray(pixels).save(folder / f"{index}.png")
     whole = {"samples": "none", "validation_samples": "none", "test_samples": "none", "nc": "iid"}
     given = {"tasks": (), "task": (f"xray={tmp_path}/sites,client=file,least=5,size=8",), "clients_per_task": 3}
-    config = image_config(**whole, **given, participation=1.0, strategy="fedavg_cluster", trainable="lora", clusters="2")
+    config = image_config(
+        **whole, **given, participation=1.0, strategy="fedavg_cluster", trainable="lora", clusters="2"
+    )
     run = run_config(config).folder
     passing_audit(run)
     assert sorted(adapters(run)) == ["north", "south", "west"]

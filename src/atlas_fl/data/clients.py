@@ -321,7 +321,9 @@ def _deal_by_partition(
         each = train_sizes if split == "train" else _sizes(size, len(classes[split]), num_clients)
         rng = generator(seed, "deal", task.name, split)
         try:
-            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=task.has_classes and split == "train")
+            # who declares classes may have rows of one alone
+            two_classes = task.has_classes and split == "train" and np.ptp(classes[split]) > 0
+            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=bool(two_classes))
         except DataError as error:
             raise DataError(f"task {task.name!r}: {error}") from error
         if split == "train":

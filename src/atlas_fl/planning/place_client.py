@@ -9,7 +9,7 @@ from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, assign_client
 from atlas_fl.config import Config
 from atlas_fl.data.cleaning import without
-from atlas_fl.data.clients import ClientData, Sizes, own_clients
+from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.own_clients import OPTIONS
 from atlas_fl.data.registry import find_tasks
@@ -102,12 +102,21 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
     if names or matching:
         clients = load_clients(replace(config, data=replace(config.data, tasks=names, task=matching)))
         task = _without_rows(task, {client.name: client.train for client in clients})
+    (client,) = make_clients(
+        (task,),
+        source_of(config),
+        clients_per_task=1,
+        samples=config.data.samples if samples is None else samples,
+        # Its fingerprint needs the training rows alone.
+        validation_samples=1,
+        test_samples=1,
+        partition="iid",
+        dirichlet_alpha=config.data.dirichlet_alpha,
+        seed=config.run.seed,
+        shuffle_labels=False,
+    )
     number = sum(planned.task == task.name for planned in plan.clients)
-    # its fingerprint needs the training rows alone
-    sizes: Sizes = {"train": config.data.samples if samples is None else samples, "validation": 1, "test": 1}
-    data = load_task(task, source_of(config))
-    (client,) = own_clients(task, [data], sizes, names=[f"{task.name}-{number}"], seed=config.run.seed, secrets={})
-    client = replace(client, number=number)
+    client = replace(client, name=f"{task.name}-{number}", number=number)
     cuts = config.data.rating_cuts if task.is_regression else ()
     return shift_concepts((client,), cuts)[0] if cuts else client
 
