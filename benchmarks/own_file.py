@@ -53,7 +53,7 @@ def rows() -> Iterator[Row]:
 
 
 def write_files(folder: Path, size: int, kinds: Sequence[str]) -> Iterator[Path]:
-    """A csv file, the same packed, as JSON lines and as parquet; each goes when the next is asked for, but the first."""
+    """A csv file, the same packed, as JSON lines and as parquet; each but the first goes when the next is asked for."""
     pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     names = ("text", "unused", "label")
     num_rows = size // sum(len(value) + 1 for value in next(rows()))
