@@ -74,7 +74,9 @@ def test_entries_by_hand(atlas, monkeypatch) -> None:
     found = entries(atlas, monkeypatch)
     assert found["local"][1:] == ["needs: nothing"]
     sets = "sets: second_model=proximal space=factors share=A B head"
-    assert found["ditto"][1:] == ["needs: equal ranks; twice the training", "rule: fedavg", sets]
+    assert found["ditto"][1:] == [
+        *("needs: equal ranks; twice the training", "rule: fedavg", "differs from its paper: whole models", sets)
+    ]
 
 
 @pytest.mark.parametrize("name", [*RULES, *METHODS])

@@ -4,14 +4,18 @@ import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Rows, Source, load_task
 from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.plan import read_plan
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -209,3 +213,29 @@ def test_a_late_hospital_a_newcomer_and_an_export(
     for task in ("triage", hospitals().data.task[0]):
         with pytest.raises(ConfigError, match=r"a newcomer is one client, and task 'triage' names 3 \(Mary, north"):
             place_client(run, task=task)
+
+
+@pytest.mark.slow
+def test_folders_of_images_train_as_clients_and_a_folder_is_placed(image_config: Make, tmp_path: Path) -> None:
+    """North keeps its test images, south lacks a class, tiny has too few; a newcomer lacks a class, too."""
+    draw = np.random.default_rng(0)
+    counts = {"north/train": (12, 12), "north/test": (4, 4), "south": (30,), "west": (20, 20), "tiny": (1, 1)}
+    for place, of_classes in {**counts, "../new": (20,)}.items():
+        for number, count in enumerate(of_classes):
+            folder = tmp_path / "sites" / place / "ab"[number]
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = draw.integers(0, 90, (10 + number, 12), dtype=np.uint8) + np.uint8(90 * number)
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    whole = {"samples": "none", "validation_samples": "none", "test_samples": "none", "nc": "iid"}
+    given = {"tasks": (), "task": (f"xray={tmp_path}/sites,client=file,least=5,size=8",), "clients_per_task": 3}
+    config = image_config(
+        **whole, **given, participation=1.0, strategy="fedavg_cluster", trainable="lora", clusters="2"
+    )
+    run = run_config(config).folder
+    passing_audit(run)
+    assert sorted(adapters(run)) == ["north", "south", "west"]
+    plan = read_plan(RunFolder(run), RunFolder(run).plan)
+    assert [row["labels"]["b"] > 0 for row in plan.data] == [True, False, True]
+    assert any("fewer than 5 examples: 1 of 4 clients, tiny (2)" in note for note in plan.notes)
+    assert place_client(run, task=f"xray={tmp_path}/new,size=8").name == "xray-3"

@@ -230,6 +230,7 @@ def _strategies(alone: str | None = None) -> Lines:
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
         lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
         lines += [] if method is None else [f"rule: {rule.name}"]
+        lines += [f"differs from its paper: {differs}"] if (differs := (method or rule).differs) else []
         yield name, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 

@@ -179,20 +179,9 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
         if test_mix != OWN:
             each = _sizes(task_sizes["test"], len(data.test), clients_per_task)
             parts["test"] = _deal_test(task, data, each, test_mix, rng=generator(seed, "deal", task.name, "test"))
-        clients += [
-            ClientData(
-                name=names[number],
-                task=task,
-                train=data.train.take(parts["train"][number]),
-                validation=data.validation.take(parts["validation"][number]),
-                test=data.test.take(parts["test"][number]),
-                left_out=data.left_out,
-                source=task.name,
-                number=number,
-                notes=(*data.notes, *notes),
-            )
-            for number in range(clients_per_task)
-        ]
+        for number in range(clients_per_task):
+            dealt = {split: rows.take(parts[split][number]) for split, rows in data.splits.items()}
+            clients.append(_client(task, data, dealt, name=names[number], number=number, notes=(*data.notes, *notes)))
         check_no_leak({split: rows.take(np.concatenate(parts[split])) for split, rows in data.splits.items()})
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
 
@@ -266,20 +255,25 @@ def own_clients(
             split: _at_most(given, sizes[split], rng=generator(rows_seed, "deal", task.name, name, split))
             for split, given in data.splits.items()
         }
-        clients.append(
-            ClientData(
-                name=name,
-                task=task,
-                train=rows["train"],
-                validation=rows["validation"],
-                test=rows["test"],
-                left_out=data.left_out,
-                source=task.name,
-                number=number,
-                notes=tuple(notes),
-            )
-        )
+        clients.append(_client(task, data, rows, name=name, number=number, notes=notes))
     return clients
+
+
+def _client(
+    task: Task, data: TaskData, rows: Mapping[Split, Examples], *, name: str, number: int, notes: Sequence[str]
+) -> ClientData:
+    """The client with these rows by split, of a task or source with these data."""
+    return ClientData(
+        name=name,
+        task=task,
+        train=rows["train"],
+        validation=rows["validation"],
+        test=rows["test"],
+        left_out=data.left_out,
+        source=task.name,
+        number=number,
+        notes=tuple(notes),
+    )
 
 
 def site_client(
@@ -364,7 +358,9 @@ def _deal_by_partition(
         each = train_sizes if split == "train" else _sizes(size, len(classes[split]), num_clients)
         rng = generator(seed, "deal", task.name, split)
         try:
-            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=task.has_classes and split == "train")
+            # who declares classes may have rows of one alone
+            two_classes = task.has_classes and split == "train" and np.ptp(classes[split]) > 0
+            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=bool(two_classes))
         except DataError as error:
             raise DataError(f"task {task.name!r}: {error}") from error
         if split == "train":

@@ -68,7 +68,7 @@ class Reading:
     rows: int | None = None
     """Most rows, drawn evenly from all."""
     hint: str = ""
-    """End of the message where a column is not there."""
+    """End of the message where a column is not there; empty where no user has named the columns."""
     class_names: bool = False
     """A column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers."""
 

@@ -36,7 +36,7 @@ def check_heterogeneity(
     if one_task:
         common_task(tasks)
     needs: tuple[tuple[str, bool, Callable[[Task], bool], str], ...] = (
-        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values, such as movie_ratings"),
+        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values (movie_ratings, metric=pearson)"),
         ("--flipped-clients", bool(flipped_clients) and not rating_cuts, lambda task: task.has_classes, "classes"),
         ("--test-mix balanced", test_mix == BALANCED, lambda task: task.has_classes, "classes of its own"),
     )

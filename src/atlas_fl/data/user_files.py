@@ -35,7 +35,8 @@ FORM = (
     "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,client=COLUMN][,OPTION=VALUE]"
 )
 CLASSES_FORM = "name,labels=CLASS|CLASS|.."
-IMAGE_FORM = "name=path[,size=PIXELS]"
+IMAGE_FORM = "name=path[,size=PIXELS][,client=file][,least=NUMBER][,labels=CLASS|CLASS|..]"
+_IMAGE_OPTIONS = ("size", "client", "least", "labels")
 SHOWN_CLASSES = 10
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
@@ -61,10 +62,10 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     name, path, options = _parse_description(description)
     if path is None:
         return (_classes_task(name, options),)
-    if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
-        return (folder_task(name, path, options),)
+    sources = own_clients.find_sources(path, Dealing(client=options.get("client")), name=name)
+    if any(map(_class_folders, sources.values())):
+        return (folder_task(name, path, options, sources),)
     columns = _columns(name, options)
-    sources = own_clients.find_sources(path, columns.dealing, name=name)
     args = (name, tuple(sources.items()), columns, *READERS.values())
     read = read_once(_read_tasks, *args, files=sources.values())
     prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
@@ -302,7 +303,8 @@ def _read_tables(path: Path, columns: Columns) -> tuple[dict[str, Table], tuple[
     if not {"train", "all"} & tables.keys():
         raise DataError(
             f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
-            " images give a folder of them for each class, or such folders in train and test"
+            " images give a folder of them for each class, or such folders in train and test; add client=file where"
+            " each folder is a client's"
         )
     return tables, notes
 
@@ -438,25 +440,33 @@ def _word(value: Any) -> str:
 
 def _read_images(
     name: str,
-    splits: tuple[tuple[str, Path], ...],
+    splits: tuple[tuple[Part, Path], ...],
     label_names: tuple[str, ...],
     size: int | None,
+    dealing: Dealing,
+    held_out: tuple[str, ...],
     validation_share: float | None,
 ) -> TaskData:
-    """The splits of the images in these folders of classes."""
+    """The splits of the images in these folders of classes; those `held_out` need a training image."""
     members = {
-        split: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
-        for split, folder in splits
+        part: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
+        for part, folder in splits
     }
     pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
-    stacked = _stack_images(members, pixels)
-    return arrange(stacked, name=name, label_names=label_names, validation_share=validation_share)
+    dealt: dict[str, dict[str, Images]] = {}
+    for (client, split), images in _stack_images(members, pixels).items():
+        dealt.setdefault(client, {})[split] = images
+    if dealing.client is not None:
+        return own_clients.arrange_clients(dealt, dealing, name=name, validation_share=validation_share)
+    return arrange(
+        dealt[""], name=name, labelled=bool(held_out), label_names=held_out, validation_share=validation_share
+    )
 
 
 def _stack_images(
-    members: Mapping[str, Sequence[tuple[Path, int]]], pixels: Mapping[Path, Pixels]
-) -> dict[str, Images]:
-    """The splits as `Images`: all grey or, where one has colours, all in three channels."""
+    members: Mapping[Part, Sequence[tuple[Path, int]]], pixels: Mapping[Path, Pixels]
+) -> dict[Part, Images]:
+    """The splits of clients as `Images`: all grey or, where one has colours, all in three channels."""
     first = next(iter(pixels))
     height, width = pixels[first].shape[:2]
     for file, image in pixels.items():
@@ -467,41 +477,55 @@ def _stack_images(
             )
     shape = (height, width, max(image.shape[2] for image in pixels.values()))
     stacked = {}
-    for split, images in members.items():
+    for part, images in members.items():
         array = np.empty((len(images), *shape), dtype=np.uint8)
         for index, (file, _) in enumerate(images):
             array[index] = pixels[file]  # a grey image becomes three equal channels
-        stacked[split] = Images(pixels=array, label=np.asarray([label for _, label in images], dtype=np.int64))
+        stacked[part] = Images(pixels=array, label=np.asarray([label for _, label in images], dtype=np.int64))
     return stacked
 
 
-def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
-    """The task of `name=path,size=..`; a class is a folder, in the order of the names.
+def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapping[str, Path]) -> Task:
+    """The task of `name=path,size=..`; a class is a folder, in the order of the names, or of labels=.
 
     Folders train and test, and validation where there is one, keep their splits (`cleaning.arrange`); one folder of
-    classes is cut into splits (`cleaning.split_rows`). With `size` every image is scaled so that its shorter side is so
-    long, and cropped in the middle; without, all must be of one size. Images are read when the task is loaded.
+    classes is cut into splits (`cleaning.split_rows`). With client=file each of `sources` is such a folder of one
+    client. With `size` every image is scaled so that its shorter side is so long, and cropped in the middle; without,
+    all must be of one size. Images are read when the task is loaded.
     """
     for key in options:
-        if key != "size":
-            raise unknown_name("option of a task of images", key, ("size",))
+        if key not in _IMAGE_OPTIONS:
+            raise unknown_name("option of a task of images", key, _IMAGE_OPTIONS)
     size = options.get("size")
     if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
         given = f"size={short_repr(size)} of task {name!r}"
         raise ConfigError(f"{given} is no number of pixels from 1 to 4096; the form is {IMAGE_FORM}")
-    splits = _split_folders(path)
-    folders = [folder for split in splits.values() for folder in _folders(split)]
-    label_names = tuple(sorted({folder.name for folder in folders if _images(folder)}))
-    if len(label_names) < 2:
-        raise DataError(
-            f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
+    dealing = own_clients.read_options(name, {key: options[key] for key in ("client", "least") if key in options})
+    if dealing.client not in (None, own_clients.BY_FILE):
+        raise ConfigError(
+            f"task {name!r} has client={dealing.client}, and images have no columns; write client={own_clients.BY_FILE}"
+            " for a folder of each client, with a folder of each class in it"
         )
-    left_out = [] if "all" in splits else [str(one) for one in _folders(path) if one not in splits.values()]
+    classes = {word: folders for word, source in sources.items() if (folders := _class_folders(source))}
+    splits = {(word, split): folder for word in classes for split, folder in _split_folders(sources[word]).items()}
+    label_names = _image_classes(name, path, {one.name for folders in classes.values() for one in folders}, options)
+    stray = [str(source) for word, source in sources.items() if word not in classes]
+    cut = [sources[word] for word in classes if sources[word] not in splits.values()]
+    unnamed = [str(one) for folder in cut for one in _folders(folder) if one not in splits.values()]
+    told = (*left_out_note(stray, since="since they hold no images by class"), *left_out_note(unnamed))
+    clients: tuple[str, ...] = ()
+    if dealing.client is not None:
+        sizes = {word: sum(len(_images(one)) for one in folders) for word, folders in classes.items()}
+        words = own_clients.large_enough(sizes, dealing, name=name)
+        clients = own_clients.name_clients(words, prefix="client")
+        told = (*own_clients.name_notes(words, clients), *told)
     pixels = None if size is None else int(size)
+    held_out = () if "labels" in options else label_names
 
     def load(source: Source) -> TaskData:
-        args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
-        return replace(read_once(_read_images, *args, files=(path,)), notes=left_out_note(left_out))
+        args = (name, tuple(splits.items()), label_names, pixels, dealing, held_out, source.validation_share)
+        data = read_once(_read_images, *args, files=sources.values())
+        return replace(data, notes=(*told, *data.notes))
 
     return Task(
         name=name,
@@ -509,8 +533,28 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         images=True,
         label_names=label_names,
         note=f"your own images: {path}",
+        clients=clients,
         load=load,
     )
+
+
+def _image_classes(name: str, path: Path, found: set[str], options: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the classes: those of the folders, or those that labels= declares."""
+    names = _declared_classes(name, options["labels"]) if "labels" in options else tuple(sorted(found))
+    if other := sorted(found - set(names)):
+        raise DataError(
+            f"{path} has a folder of images {other[0]!r}, which is none of the classes that labels= declares"
+            f" ({', '.join(names)}); rename it, or declare it"
+        )
+    if len(names) < 2:
+        raise DataError(f"{path} has images of one class only ({names[0]!r}); a task needs a folder for each of two")
+    return names
+
+
+def _class_folders(path: Path) -> list[Path]:
+    """The folders of images in all splits of a folder."""
+    splits = _split_folders(path).values() if path.is_dir() else ()
+    return [folder for split in splits for folder in _folders(split) if _images(folder)]
 
 
 def _folders(path: Path) -> list[Path]:

@@ -112,7 +112,7 @@ def client_manager_of(
 
 def is_declared(task: Task) -> bool:
     """Return whether a task of the settings has classes that sites do not know by its name."""
-    return task.name not in TASKS and task.has_classes and not task.images
+    return task.name not in TASKS and task.has_classes
 
 
 def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:

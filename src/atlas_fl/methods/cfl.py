@@ -108,6 +108,7 @@ class Cfl(Method):
     """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
 
     name = "cfl"
+    differs = "whole models; one threshold in the place of two; a cluster is cut in a round of all of its clients alone"
     takes_newcomers = False
 
     def rule(self, step: MixingContext) -> np.ndarray:

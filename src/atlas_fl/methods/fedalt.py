@@ -33,6 +33,7 @@ class FedAvgOfOthers(Method):
 
 FEDALT = PublishedMethod(
     summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
+    differs="the others are weighted by examples, there equally",
     rule="fedavg_of_others",
     settings={
         "personal_models": True,

@@ -82,6 +82,7 @@ class FedTreeLora(Method):
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
 
     name = "fedtreelora"
+    differs = "the adapter of everybody outside a cluster is left out"
     takes_newcomers = False
     granularity = "layer"
 

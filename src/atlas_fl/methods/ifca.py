@@ -36,6 +36,7 @@ class Ifca(Method):
     """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
 
     name = "ifca"
+    differs = "whole models; the seed draws the first clusters; a cluster that nobody chooses is gone"
     needs = "equal ranks"
     extra_passes = "passes over the training examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"

@@ -188,6 +188,11 @@ class Method(Part):
 
     name: ClassVar[str] = ""
     """Its name in the registry."""
+    differs: ClassVar[str] = ""
+    """What differs from its paper, in clauses with semicolons between them, `nothing`, or empty where it has no paper.
+
+    The clause `whole models` says that models train there as wholes.
+    """
     needs: ClassVar[str] = ""
     """Needs of a federation, in words."""
     extra_passes: ClassVar[str] = ""
@@ -466,6 +471,8 @@ class PublishedMethod:
     """Values of its own knobs, in the place of the defaults that switch it off."""
     equal_ranks: bool = False
     """Every client must have the same rank in every layer."""
+    differs: str = ""
+    """What differs from its paper, as of a `Method`."""
 
     def __post_init__(self) -> None:
         for name in ("settings", "suggested"):
@@ -477,5 +484,7 @@ SECOND_TENSORS = "has a second set of tensors beside the model, which no message
 """Why a method works in simulations alone."""
 
 
+WHOLE_MODELS = "whole models"
+"""The clause of a method whose paper trains whole models, by plain SGD."""
 FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}
 """Settings of methods that average A and B apart."""

@@ -80,6 +80,7 @@ class PFedGraph(FromStart):
     """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
 
     name = "pfedgraph"
+    differs = "whole models; the term of local training and the threshold of cosines are left out"
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The rows m_k of those who are present; before there are updates, the shares of the examples."""

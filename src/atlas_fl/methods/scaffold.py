@@ -62,6 +62,7 @@ def _means(controls: ByClient, tasks: Mapping[str, str]) -> dict[tuple[str, str]
 
 SCAFFOLD = PublishedMethod(
     summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
+    differs="whole models; controls are mean gradients, clipped (option II under plain SGD)",
     rule="fedavg",
     settings={"control_variates": True, **FACTORS},
     equal_ranks=True,

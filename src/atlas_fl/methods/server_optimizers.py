@@ -223,6 +223,7 @@ class ServerStep(Method):
     server_tau: Annotated[float, Range(above=0)] = 1e-3
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
+    differs = "whole models"
     needs = "equal ranks with --space factors"
     optimizer: ClassVar[ServerOptimizer]
 
