@@ -6,6 +6,7 @@ Engines train and evaluate the clients; the recorder writes the files.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
@@ -254,6 +256,7 @@ def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
         round=number,
         clients=tuple(name for name in drawn if name in assembly.names),
         tasks={client.name: client.task.name for client in assembly.clients},
+        examples={client.name: len(client.train) for client in assembly.clients},
         client_models=state.client_models,
         server_models=state.server_models,
         server_state=state.server_state,
@@ -309,7 +312,10 @@ def one_round(
     engine = attach_hosts(assembly, planned.plan.clients, engine)
     jobs = _train_jobs(assembly, planned, start, parts, cuts)
     updates = engine.run("train", jobs)
-    state = _train_own_models(engine, jobs, state, start, parts)
+    state, extra_steps = _train_own_models(engine, jobs, state, start, parts)
+    updates = [
+        replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
+    ]
     received = screen_updates(assembly, state, updates)
     step = _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received)
     mixed = replace(
@@ -386,8 +392,9 @@ def _train_jobs(
 
 def _train_own_models(
     engine: Engine, jobs: Sequence[Job], state: FederationState, start: RoundStart, parts: Sequence[Part]
-) -> FederationState:
-    """The state with the models of their own that clients train beside the shared ones, on the same examples."""
+) -> tuple[FederationState, Counter[str]]:
+    """(the state with the models of their own that clients train on the same examples, by client their steps)."""
+    steps: Counter[str] = Counter()
     for part in parts:
         own = part.own_training(start)
         if own is None:
@@ -403,9 +410,10 @@ def _train_own_models(
             for job in jobs
         ]
         updates = {update.client: update for update in engine.run("train", own_jobs)}
+        steps.update({name: update.metrics["steps"] for name, update in updates.items()})
         models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
         state = replace(state, by_client={**state.with_newest(updates), "second": models})
-    return state
+    return state, steps
 
 
 def _keep_trained(state: FederationState, received: ReceivedUpdates) -> ServerStep:

@@ -67,7 +67,8 @@ METRICS = (
 )
 """Scores in rows of evaluations."""
 ROW_NAMES = (
-    *("round", "client", "task", "split", "classes", "examples", "seconds", "steps", "skipped", "gain_over_majority"),
+    *("round", "client", "task", "split", "classes", "examples", "seconds", "skipped", "gain_over_majority"),
+    *("steps", "head_steps", "extra_steps"),
     *METRICS,
 )
 """Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""

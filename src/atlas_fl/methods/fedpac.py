@@ -230,5 +230,5 @@ FEDPAC = PublishedMethod(
     summary="FedPAC: heads combined by class means of features, to which these are pulled (arXiv:2306.11867).",
     rule="classifier_collaboration",
     settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
-    suggested={"feature_alignment": 1.0},
+    suggested={"feature_alignment": 1.0, "head_epochs": 1},
 )

@@ -58,6 +58,8 @@ class RoundStart:
     """Models of the last aggregation."""
     server_state: ServerState
     """State of the method."""
+    examples: Mapping[str, int] = field(default_factory=dict)
+    """Training examples of every client of the run."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that clients have reported or kept in earlier rounds, by kind and client."""
     is_personal: bool = False
@@ -117,8 +119,8 @@ class Report(Protocol):
         """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
         ...
 
-    def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
-        """The models after the round's training on the first (0) or second (1) half of the examples."""
+    def train_half(self, half: int) -> Mapping[str, Params]:
+        """The models after the round's steps on the first (0) or second (1) half of the examples."""
         ...
 
 
