@@ -61,7 +61,13 @@ def test_rounds_end_at_the_optimum_by_examples(rule, control_variates, mu, steps
         )
         sent = [part.send(start).get("correction", {}) for part in parts]
         done = {
-            name: train(models[name], name, {k: v for one in sent for k, v in one.get(name, {}).items()}, mu=mu, steps=steps[name])
+            name: train(
+                models[name],
+                name,
+                {k: v for one in sent for k, v in one.get(name, {}).items()},
+                mu=mu,
+                steps=steps[name],
+            )
             for name in "ab"
         }
         controls = {name: control for name, (_, control) in done.items()}

@@ -180,5 +180,3 @@ def test_the_last_layer_moves_first_under_fedpac() -> None:
     config = validate(with_values(find_preset("smoke"), {"strategy": "fedpac"}))
     assert config.training.trained_parts == "head_then_rest"
     assert train_options(config, with_images=False).trained_parts == "last_layer_then_rest"
-
-

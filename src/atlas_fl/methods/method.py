@@ -330,7 +330,7 @@ class Method(Part):
 
         `client_models` are those of the last aggregation, of every client.
         """
-        server_state = self.next_state(server_state, client_models, updates, federation)
+        server_state = self.next_state(server_state, client_models, updates, federation, round=round)
         after = rules.with_updates(client_models, updates)
         present = [client in updates for client in federation.clients]
         models = rules.RoundModels(
@@ -347,10 +347,16 @@ class Method(Part):
         return self.complete(done, client_models, updates, federation)
 
     def next_state(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
     ) -> ServerState:
         """The server state by which this round is mixed, where updates change it before."""
-        del client_models, updates, federation
+        del client_models, updates, federation, round
         return server_state
 
     def complete(
