@@ -397,8 +397,9 @@ class ClusteringConfig:
 
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
-    cluster_by: Literal["corrected", "atlas", "silhouette"] = "corrected"
-    """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
+    cluster_by: Literal["corrected", "atlas", "silhouette", "cosine"] = "corrected"
+    """Method by which `auto` finds the clusters: noise-corrected similarity without k, a k search by this score, or
+    `cosine`, average linkage with the k of the best silhouette and no test (FedLEASE)."""
     fingerprint: str = "fisher"
     """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2, at_site=10**4)] = 12

@@ -570,8 +570,8 @@ def choose_models(
 def _candidate_losses(
     engine: Engine, candidates: Mapping[int, ByClient], *, round: int, prior_correction: bool
 ) -> dict[str, dict[int, float]]:
-    """The finite losses of the candidates on the training examples of each client that answered for all."""
-    options = EvaluateOptions(split="train", prior_correction=prior_correction)
+    """The finite losses of the candidates on the validation examples of each client that answered for all."""
+    options = EvaluateOptions(split="validation", prior_correction=prior_correction)
     losses: dict[str, dict[int, float]] = {}
     for label, models in candidates.items():
         jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]

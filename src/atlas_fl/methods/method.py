@@ -38,7 +38,7 @@ from atlas_fl.params import (
 )
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
-"""From candidate models by number and client to each client's finite training losses by number; clients that did not
+"""From candidate models by number and client to each client's finite validation losses by number; clients that did not
 answer for all are left out."""
 
 
