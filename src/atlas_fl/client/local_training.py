@@ -155,7 +155,7 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int, factor: float = 1.0
 ) -> None:
-    """A step of the optimizer after `done` of this round's `steps`, at `factor` times the rate of that step or round."""
+    """A step of the optimizer after `done` of this round's `steps`, at `factor` times the rate of the schedule."""
     past = max(round, 1) - 1
     if options.rate_by_round:
         rate = learning_rate(options, step=past, steps=options.rounds)

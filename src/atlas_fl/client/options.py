@@ -44,7 +44,7 @@ class TrainOptions:
     trained_parts: TrainedParts = "all"
     """Which parameters train (`trains`, `moves`)."""
     head_epochs: int = 0
-    """Passes in which the head moves alone, before those of the round (`is_head_first`); 0: half of the round's steps."""
+    """Passes in which the head moves alone, before those of the round; 0 for half of the round's steps."""
     head_rate: float = 1.0
     """Multiple of the learning rate in steps of the head alone."""
     trainer: str = OWN_TRAINER

@@ -333,8 +333,10 @@ def propose_cosine(
     ks, warnings = feasible_ks(rows, settings)
     fits = {k: cut_linkage(similarity, k=k) for k in ks or (1,)}
     points = _project(first, second, settings)
+    distances = 1.0 - similarity
     table = [
-        {**score_row(points, labels), "silhouette": silhouette(1.0 - similarity, labels)} for labels in fits.values()
+        {**score_row(points, labels), "silhouette": silhouette(distances, labels), "bonus": 0.0}
+        for labels in fits.values()
     ]
     chosen = highest_score("silhouette", table) if len(fits) > 1 else next(iter(fits))
     k_table = tuple({**row, "chosen": row["k"] == chosen} for row in table)

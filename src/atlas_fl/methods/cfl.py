@@ -15,7 +15,6 @@ all of its clients took part.
 """
 
 import math
-
 from dataclasses import dataclass, replace
 from typing import Annotated
 
