@@ -63,7 +63,7 @@ def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make,
 def test_theorems_about_sgd_are_compared_under_sgd(config: Make, finished: FinishedRuns, strategy: str) -> None:
     """Beside FedAvg with the same steps: other models, of finite values, and an audit that passes."""
     words = {"ranks": "4", "optimizer": "sgd", "clip": 0.0, "lr": 0.05, "space": "factors"}
-    folder, plain = (finished(config(strategy=name, **words)).folder for name in (strategy, "fedavg"))
+    folder, plain = (finished(config(strategy=name, name=name, **words)).folder for name in (strategy, "fedavg"))
     passing_audit(folder, "corrected")
     models = [load_file(one / "audit" / "round-0002" / "start.safetensors") for one in (folder, plain)]
     assert all(bool(tensor.isfinite().all()) for model in models for tensor in model.values())

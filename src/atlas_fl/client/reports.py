@@ -93,7 +93,7 @@ class PackReport:
         updates = train_and_filter(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
-            self.steps[update.client] += update.metrics["steps"]
+            self.steps[update.client] += int(update.metrics["steps"])
         return {update.client: update.params for update in updates}
 
 

@@ -410,7 +410,7 @@ def _train_own_models(
             for job in jobs
         ]
         updates = {update.client: update for update in engine.run("train", own_jobs)}
-        steps.update({name: update.metrics["steps"] for name, update in updates.items()})
+        steps.update({name: int(update.metrics["steps"]) for name, update in updates.items()})
         models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
         state = replace(state, by_client={**state.with_newest(updates), "second": models})
     return state, steps

@@ -6,11 +6,12 @@ Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federat
 arXiv:2006.04088, algorithm 1, with model averaging. Their analysis chooses by fresh examples (their resampling), their
 experiments by those that were trained on. Here it is validation: on its training examples the model that a client has
 trained alone has the least loss of all, so that a cluster of one would never end. Their models are drawn at random, and
-drawn again where that fails (restarts); here one start is made, and tuning tries other numbers of clusters. Adapters begin with B = 0, so that all cluster models would be one;
-the first clusters are therefore drawn by the seed, as even as can be, and round one makes the models differ. A
-cluster's model is what its members begin with: its adapters are one set, its head that of a member of the same task, or
-the client's own where it has none. A cluster that nobody chooses is gone. Of equal losses a client's own cluster wins;
-a loss that is NaN or infinite is left out, so that a model that has diverged at one client stops nobody else.
+drawn again where that fails (restarts); here one start is made, and tuning tries other numbers of clusters. Adapters
+begin with B = 0, so that all cluster models would be one; the first clusters are therefore drawn by the seed, as even
+as can be, and round one makes the models differ. A cluster's model is what its members begin with: its adapters are one
+set, its head that of a member of the same task, or the client's own where it has none. A cluster that nobody chooses is
+gone. Of equal losses a client's own cluster wins; a loss that is NaN or infinite is left out, so that a model that has
+diverged at one client stops nobody else.
 """
 
 from collections.abc import Mapping, Sequence
