@@ -31,8 +31,10 @@ def moving(name: str, parts: str, *, round: int, is_head_step: bool) -> bool:
 @pytest.mark.parametrize("round", [1, 2])
 @pytest.mark.parametrize(
     ("parts", "head_epochs"),
-    [*((parts, 0) for parts in ("all", "B", "head", "alternate", "head_then_rest", "without_head"))]
-    + [("head_then_rest", 1), ("head_then_rest", 2)],
+    [
+        *((parts, 0) for parts in ("all", "B", "head", "alternate", "head_then_rest", "without_head")),
+        *(("head_then_rest", epochs) for epochs in (1, 2)),
+    ],
 )
 def test_a_round_equals_plain_torch_on_the_parts_that_move(client_of, parts: Any, head_epochs: int, round: int) -> None:
     site, params = client_of(examples=10)
