@@ -105,9 +105,9 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
     first = num_head_steps(examples, options, round=job.round) if options.head_epochs else 0
     asked = (options.batch_size, options.max_steps, options.half, options.most)
     chunks = chain(
-        islice(_chunks(index, draws, "order", job.round, "head", asked=asked, size=options.batch_size), first),
+        islice(_chunks(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
         islice(
-            _chunks(index, draws, "order", job.round, asked=asked, size=options.batch_size),
+            _chunks(index, draws, job.round, asked=asked, size=options.batch_size),
             num_steps(examples, options, round=job.round) - first,
         ),
     )
