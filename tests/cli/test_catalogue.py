@@ -49,7 +49,7 @@ def test_passes_beside_training_are_said_of_rules_and_methods(atlas) -> None:
     said = " ".join(atlas("list", "strategies").out.split())
     assert "local_only" in said, "an old name is told"
     assert said.count("passes over the training examples: one more") == 2
-    assert said.count("passes over the training examples: k more") == 1
+    assert said.count("passes over the validation examples: k more") == 1
 
 
 def entries(atlas, monkeypatch) -> dict[str, list[str]]:

@@ -5,13 +5,14 @@
 over those who took part; who is alone keeps its model. Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through
 Adaptive Local Training with Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. A client never
 goes on with this mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
-(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`).
+(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`). As in the authors' program
+(jmbian/FedALT), whose models have no head of a task, adapters alone are sent: head and gate stay at the client.
 """
 
 import numpy as np
 
 from atlas_fl.aggregation.rules import MixingContext, weighted_average
-from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
+from atlas_fl.methods.method import Method, PublishedMethod
 
 
 class FedAvgOfOthers(Method):
@@ -39,7 +40,8 @@ FEDALT = PublishedMethod(
         "personal_models": True,
         "second_model": "stacked",
         "second_gate": "input",
-        **FACTORS,
+        "space": "factors",
+        "share": ("A", "B"),
     },
     equal_ranks=True,
 )

@@ -231,5 +231,5 @@ FEDPAC = PublishedMethod(
     differs="whole models; class means are of the round before; weights below .001 stay; steps are halved",
     rule="classifier_collaboration",
     settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
-    suggested={"feature_alignment": 1.0},
+    suggested={"feature_alignment": 1.0, "head_epochs": 1},
 )

@@ -61,8 +61,6 @@ from atlas_fl.params import ByClient, Params, ServerState, shared_params, subtre
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""
-PASSES = 2
-"""Passes over a half for each one over all examples."""
 LARGEST_WEIGHT = 1e6
 """Largest weight of a model that was trained on half of the examples; others are below one."""
 RIDGE = 1e-9
@@ -226,9 +224,9 @@ class Kriging(FromStart):
         return round >= self.first_measured_round
 
     def ask(self, round: RoundStart) -> Collection[str]:
-        """The clients without halves."""
+        """The clients without halves; of one example there are none."""
         known = subtree(round.server_state, HALVES)
-        return [name for name in super().ask(round) if name not in known]
+        return [name for name in super().ask(round) if name not in known and round.examples[name] > 1]
 
     @classmethod
     def examples_behind(cls, labels: np.ndarray, *, most: int | None) -> Mapping[str, int]:
@@ -240,11 +238,11 @@ class Kriging(FromStart):
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """The models of both halves, each tensor under the name of its half.
 
-        Both begin with the model that the client begins the round with, and make two passes over their half, so as many
-        steps as the round has. Halves are alternate examples, with a secret of an order that it draws.
+        Both begin with the model that the client begins the round with, and take as many steps as the round has.
+        Halves are alternate examples, with a secret of an order that it draws.
         """
         # first halves together, then the second ones: a pack is no larger than that of the round
-        first, second = (report.train_half(half, passes=PASSES) for half in (0, 1))
+        first, second = (report.train_half(half) for half in (0, 1))
         return {client: join_halves(first[client], second[client]) for client in report.clients}
 
     @classmethod

@@ -124,7 +124,7 @@ BERT, whose authors take 2e-5 to 5e-5 (Devlin et al. 2019, arXiv:1810.04805)."""
 def learning_rate_of(config: Config, *, with_images: bool) -> float:
     """The peak learning rate of training: the user's, or the one that suits the model and what of it trains."""
     full_text = config.training.lr is None and not with_images and config.trainable(images=False) == "full"
-    return adapter_learning_rate(config) * (FULL_TEXT_RATE if full_text else 1.0)
+    return adapter_learning_rate(config) * config.training.rate_factor * (FULL_TEXT_RATE if full_text else 1.0)
 
 
 def adapter_learning_rate(config: Config) -> float:

@@ -242,7 +242,7 @@ def _training(request: AnsweredRequest) -> ExpectedAnswer:
     count = every if options.half is None else len(range(options.half, every, 2))
     return ExpectedAnswer(
         metrics={"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
-        optional={"skipped": STEPS},
+        optional={"skipped": STEPS, "head_steps": STEPS, "extra_steps": STEPS},
         examples=count if options.most is None else min(count, options.most),
     )
 
