@@ -375,7 +375,7 @@ def summarise(
             for client, history in by_client.items()
         },
         "steps": sum(
-            int(row.get("steps", 0)) + int(row.get("extra_steps", 0)) for row in metrics if row.get("split") == "train"
+            int(row.get(name, 0)) for row in metrics if row.get("split") == "train" for name in ("steps", "extra_steps")
         ),
         "bytes": _bytes(traffic, metrics, full_model_bytes),
         "seconds": {
