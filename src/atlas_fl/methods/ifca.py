@@ -40,7 +40,7 @@ class Ifca(Method):
     """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
 
     name = "ifca"
-    differs = "whole models; the seed draws the first clusters, chosen by validation loss; a cluster that nobody chooses is gone"
+    differs = "whole models; the seed draws the first clusters; validation loss chooses; an unchosen one is gone"
     needs = "equal ranks"
     extra_passes = "passes over the validation examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
