@@ -54,6 +54,7 @@ METRICS = (
         "accuracy",
         "balanced_accuracy",
         "f1",
+        "micro_f1",
         "macro_f1",
         "auroc",
         "precision",
