@@ -4,9 +4,9 @@ A fingerprint of gradients says which texts a client has, and makes two tasks of
 
     C = 1/n sum_i (y_i - mean y) (x_i - mean x)^T
 
-of labels y (one-hot, each of several labels, or the number itself) with features x, the mean over a text's tokens of the frozen model's last
-hidden states, is free of what all texts of a client have in common. Clients whose C have one direction want one head:
--C is the gradient of the squared loss of a linear head on x that answers mean y.
+of labels y (one-hot, each of several labels, or the number itself) with features x, the mean over a text's tokens of
+the frozen model's last hidden states, is free of what all texts of a client have in common. Clients whose C have one
+direction want one head: -C is the gradient of the squared loss of a linear head on x that answers mean y.
 
 One forward pass; nothing is trained.
 """

@@ -117,7 +117,8 @@ def auroc(labels: Shaped[Array, "n ..."], score: Float[Array, "n labels"]) -> fl
     """Area under the ROC curve: the share of pairs of one of a class and one of others that the class's score orders.
 
     Equal scores count half. Of two classes it is that of class 1, of more, and of several labels (n, labels), the mean
-    over those (one versus rest) for which there are such pairs, and None without any. Scores that are no numbers order nothing right: 0.
+    over those (one versus rest) for which there are such pairs, and None without any. Scores that are no numbers order
+    nothing right: 0.
     """
     values = []
     for label in [1] if labels.ndim == 1 and score.shape[1] == 2 else range(score.shape[1]):

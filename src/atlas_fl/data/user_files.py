@@ -240,7 +240,9 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     if metric not in METRICS:
         raise unknown_name("metric", metric, METRICS)
     if metric == "micro_f1" and "multi" not in options:
-        raise ConfigError(f"task {name!r} has metric=micro_f1, which of one class a row is accuracy; say accuracy or add multi=;")
+        raise ConfigError(
+            f"task {name!r} has metric=micro_f1, which of one class a row is accuracy; say accuracy, or add multi=;"
+        )
     if colon and (metric != "f1" or not positive):
         raise ConfigError(
             f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"

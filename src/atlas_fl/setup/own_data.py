@@ -107,10 +107,12 @@ def _line(row: Mapping[str, Any], number: int, name: str) -> str:
     return json.dumps({column: _plain(value, f"row {number} of {name!r}", column) for column, value in values}) + "\n"
 
 
-def _plain(value: Any, where: str, column: str) -> str | int | float | None:
-    """The value as JSON has it: dates as ISO has them, numbers of NumPy as Python's."""
+def _plain(value: Any, where: str, column: str) -> str | int | float | list[Any] | None:
+    """The value as JSON has it: dates as ISO has them, numbers of NumPy as Python's, lists of labels."""
     if isinstance(value, date):  # a pandas.Timestamp is one too
         return value.isoformat()
+    if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
+        return [_plain(one, where, column) for one in value]
     plain = value.item() if hasattr(value, "item") else value
     if plain is None or isinstance(plain, str | int | float):
         return plain

@@ -24,6 +24,8 @@ from atlas_fl.runtime.protocol.messages import Allowed, read_fields
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
 MOST_EXAMPLES, MOST_TOKENS = 2 * 10**6, 10**9
+MOST_MULTILABELS = 2 * 10**7
+"""Most zeros and ones of the labels of a split, examples times labels, for which a placeholder has memory."""
 REFUSED = "what the client tells of its data is refused: "
 Examples: TypeAlias = Annotated[int, Bounds(least=1, most=MOST_EXAMPLES, whole=True)]
 TaskName: TypeAlias = Annotated[
@@ -182,6 +184,8 @@ def _split_fault(metadata: ClientMetadata, split: Split) -> str:
         return f"lengths.{split} sum to {tokens} tokens; allowed: {MOST_TOKENS}"
     if counted != examples:
         return f"lengths.{split} are of {counted} examples and there are {examples}"
+    if metadata.multilabel and examples * classes > MOST_MULTILABELS:
+        return f"labels.{split} are of {examples} times {classes}; allowed: {MOST_MULTILABELS}"
     if len(labels) != max(2, classes):
         return f"labels.{split} has {len(labels)} numbers; allowed: {max(2, classes)}"
     counts_all = max(labels) <= examples if metadata.multilabel else sum(labels) == examples
