@@ -26,7 +26,18 @@ HEADS: Mapping[str, frozenset[str]] = {
         {
             *("kind", "version", "config", "model", "device", "images", "left_out"),
             *("vocabulary", "architecture", "tokenizer", "plugins"),
-            *("task", "num_labels", "metric", "positive", "label_names", "max_length", "examples", "labels", "lengths"),
+            *(
+                "task",
+                "num_labels",
+                "multilabel",
+                "metric",
+                "positive",
+                "label_names",
+                "max_length",
+                "examples",
+                "labels",
+            ),
+            "lengths",
         }
     ),
     "result": RESULT,

@@ -178,6 +178,8 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of tests alone")
     if counted and list(update.classes["examples"]) != list(metadata.labels["test"]):
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
+    if counted and not metadata.multilabel and sum(update.classes["predicted"]) > update.examples:
+        raise ProtocolError("it takes an example for two classes; allowed: one, or none where outputs are no numbers")
 
 
 def _check_report(request: AnsweredRequest, update: Update) -> None:
