@@ -90,7 +90,8 @@ REFUSED = {
     "metric=micro_f1": "which of one class a row is accuracy; say accuracy, or add multi=;",
     "multi=;,target=text": "what has labels no target=",
     "multi=;,labels=cough|fever": "has 'rash' in column 'label' (24 rows), which is none of the classes",
-    "multi=pipe,label=text": "or another character between labels than multi=pipe",
+    "multi=pipe": "has two labels with multi=pipe between them, as in 'cough; rash ;rash'; name the character",
+    "multi=e,label=text": "has 61 different values in 120 places, such as 't",
 }
 
 

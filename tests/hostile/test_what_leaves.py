@@ -24,20 +24,9 @@ RESULT = frozenset({"kind", "number", "examples", "metrics", "loaded", "keys", "
 HEADS: Mapping[str, frozenset[str]] = {
     "register": frozenset(
         {
-            *("kind", "version", "config", "model", "device", "images", "left_out"),
+            *("kind", "version", "config", "model", "device", "images", "left_out", "multilabel"),
             *("vocabulary", "architecture", "tokenizer", "plugins"),
-            *(
-                "task",
-                "num_labels",
-                "multilabel",
-                "metric",
-                "positive",
-                "label_names",
-                "max_length",
-                "examples",
-                "labels",
-            ),
-            "lengths",
+            *("task", "num_labels", "metric", "positive", "label_names", "max_length", "examples", "labels", "lengths"),
         }
     ),
     "result": RESULT,

@@ -104,7 +104,7 @@ def test_three_sites_end_with_the_bits_of_one_csv(
     sites = [
         fed.programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", task, "--device", "laptop_8gb"),
-            *fed.consent,
+            *("--least-examples", "2", "--allow", "cut", "labels"),
             folder=tmp_path,
         )
         for name, task in tasks.items()

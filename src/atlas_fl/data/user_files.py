@@ -343,7 +343,14 @@ def _labelled_rows(
     """The rows by file and split, and the names of the classes; none of a regression."""
     names = columns.labels
     if columns.has_classes and not names:
-        words = [word for table in tables.values() for value in table[columns.label] for word in columns.words(value)]
+        cells = [columns.words(value) for table in tables.values() for value in table[columns.label]]
+        words = [word for own in cells for word in own]
+        if columns.multi is not None and max(map(len, cells)) < 2:
+            raise DataError(
+                f"no row of {path} has two labels with multi={columns.multi} between them, as in"
+                f" {short_repr(max(words, key=len, default=''))}; name the character that is there, leave multi= out"
+                " for one class a row, or declare labels that are rarely together with labels="
+            )
         names = _class_names(words, columns, origin=path)
     rows = {}
     for part, table in tables.items():
