@@ -110,7 +110,7 @@ def _multilabel(labels: Labels, logits: Array) -> dict[str, float]:
 def predicted_labels(labels: Labels, logits: Float[Array, "n labels"]) -> Labels:
     """The labels whose logits are above 0, (n, labels) bool; all wrong in a row where a logit is no finite number."""
     is_finite = np.isfinite(logits).all(axis=1, keepdims=True)
-    return np.where(is_finite, logits > 0, labels == 0)
+    return np.asarray(np.where(is_finite, logits > 0, labels == 0))
 
 
 def auroc(labels: Shaped[Array, "n ..."], score: Float[Array, "n labels"]) -> float | None:
