@@ -23,9 +23,18 @@ from tests.runs.federation import Federation, adapters
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit
+from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.workers import check_same
 
 HOSPITALS = {"Mary": (0, 60), "north": (60, 160), "south": (160, 300)}
 COLUMNS = "text=note,label=triage"
+LABELS = "text=note,label=topics,multi=;"
+"""Several labels a row: the class and the first word, or none."""
+
+
+def topics_of(text: str, label: str) -> str:
+    first = text.split()[0].lower()
+    return "" if first == "name" else ";".join([label, *[word for word in ("what", "who") if word == first]])
 
 
 def write_hospitals(folder: Path) -> None:
@@ -41,27 +50,30 @@ def write_hospitals(folder: Path) -> None:
     by_hospital["south"] += [row for row in rows[300:] if row[1] == "ABBR"][:9]
     with (folder / "hospitals.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(("note", "triage", "hospital"))
-        table.writerows((*row, name) for name, own in by_hospital.items() for row in own)
+        table.writerow(("note", "triage", "topics", "hospital"))
+        table.writerows((*row, topics_of(*row), name) for name, own in by_hospital.items() for row in own)
     for name, own in {**by_hospital, "new": [row for row in rows[300:360] if row[1] != "ABBR"]}.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("note", "triage", "hospital"), *((*row, name) for row in own)])
+            csv.writer(file).writerows(
+                [("note", "triage", "topics", "hospital"), *((*row, topics_of(*row), name) for row in own)]
+            )
 
 
 @pytest.fixture
 def hospitals(config: Make, tmp_path: Path) -> Callable[..., Config]:
     write_hospitals(tmp_path)
-    task = f"triage={tmp_path}/hospitals.csv,{COLUMNS},client=hospital"
     given = {
         "tasks": (),
-        "task": (task,),
         "devices": ("laptop_8gb",),
         "clients_per_task": 3,
         "rounds": 2,
         "pack_tokens": 1,
     }
     whole = {"samples": "none", "validation_samples": "none", "test_samples": "none"}
-    return lambda **values: with_values(config(), {**given, **whole, **values})
+    own = "triage={}/hospitals.csv,{},client=hospital"
+    return lambda columns=COLUMNS, **values: with_values(
+        config(), {**given, **whole, "task": (own.format(tmp_path, columns),), **values}
+    )
 
 
 @pytest.fixture
@@ -75,23 +87,29 @@ def federation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "server_task"),
-    [("fedavg", ""), ("atlas", "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM")],
+    ("values", "server_task"),
+    [
+        ({"strategy": "fedavg"}, ""),
+        ({"strategy": "atlas"}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM"),
+        ({"strategy": "atlas", "columns": LABELS}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM|what|who,multi=;"),
+        ({"strategy": "fedavg", "columns": LABELS, "split": "north=1"}, ""),
+    ],
 )
 def test_three_sites_end_with_the_bits_of_one_csv(
-    federation: Callable[..., Federation], strategy: str, server_task: str, tmp_path: Path
+    federation: Callable[..., Federation], values: dict[str, str], server_task: str, tmp_path: Path
 ) -> None:
     """Of a server with the file, and of one that names the classes alone; a site has its own rows, or takes them."""
-    fed = federation(strategy=strategy)
+    fed = federation(**values)
+    columns = values.get("columns", COLUMNS)
     if server_task:
         (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": (server_task,)})))
     server, port = fed.serve()
-    whole = f"triage=hospitals.csv,{COLUMNS},client=hospital"
-    tasks = {"Mary": whole, **{name: f"triage={name}.csv,{COLUMNS}" for name in ("north", "south")}}
+    whole = f"triage=hospitals.csv,{columns},client=hospital"
+    tasks = {"Mary": whole, **{name: f"triage={name}.csv,{columns}" for name in ("north", "south")}}
     sites = [
         fed.programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", task, "--device", "laptop_8gb"),
-            *("--least-examples", "2"),
+            *("--least-examples", "2", "--allow", "cut", "labels"),
             folder=tmp_path,
         )
         for name, task in tasks.items()
@@ -182,6 +200,19 @@ def test_a_late_client_of_a_site_a_newcomer_and_an_export(
             ConfigError, match=r"a newcomer has one task, .* name one, as in task=COLUMN:topic, or give"
         ):
             place_client(run, task=words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [{"strategy": "kriging"}, {"split": "north=1,south=2", "head": "client"}], ids=str)
+def test_several_labels_end_with_the_same_bits_in_workers_and_in_sessions(
+    hospitals: Callable[..., Config], finished: FinishedRuns, values: dict[str, str]
+) -> None:
+    run = finished(hospitals(LABELS, **values)).folder
+    check_same(run, run_config(hospitals(LABELS, name="workers", workers=2, **values)).folder)
+    check_same_runs(run, in_sessions(hospitals(LABELS, name="sessions", max_rounds=1, **values)).folder)
+    (task,) = read_json(RunFolder(run).summary)["tasks"].values()
+    assert task["metric"] == "micro f1"
+    assert {"ABBR", "what", "who"} <= task["classes"].keys()
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def _tasks() -> Lines:
 
     yield "task", "labels", "metric", "length", "note"
     for task in TASKS.values():
-        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "number"
+        labels = str(task.num_labels) if task.num_labels > 1 else "text" if task.writes else "number"
         yield task.name, labels, task.metric_name, "-" if task.images else str(task.max_length), task.note
 
 

@@ -167,11 +167,13 @@ def optimizer_step(
 
 
 def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy, or mean squared error where one output meets real numbers.
+    """Mean cross-entropy, mean squared error where one output meets real numbers, or binary for several labels a row.
 
     `smoothing` is the share of a label that is spread over all classes. Of text it is the mean over all the batch's
     tokens that are to be written, as in transformers' causal models.
     """
+    if labels.ndim == 2:
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels)
     return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)

@@ -23,12 +23,13 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.plugins import registrations
 
 LEAVE_ONE = "leave one of them out"
+MULTILABEL = "several labels"
 HALVES = "atlas or kriging"
 """Rules that compare halves. One of them is the default, so their rows come last, after all that a user typed."""
 
 
 def kinds_of(config: Config) -> Mapping[str, str]:
-    """By task `images`, `text to write`, `regression` or `classes`."""
+    """By task `images`, `text to write`, `regression`, `several labels` or `classes`."""
     from atlas_fl.data.registry import find_tasks
 
     kinds = {}
@@ -36,7 +37,8 @@ def kinds_of(config: Config) -> Mapping[str, str]:
         # each client calls some ratings positive
         has_classes = task.has_classes or (task.is_regression and bool(config.data.rating_cuts))
         written = "text to write" if task.writes else "regression"
-        kinds[task.name] = "images" if task.images else "classes" if has_classes else written
+        kind = MULTILABEL if task.multilabel else "classes" if has_classes else written
+        kinds[task.name] = "images" if task.images else kind
     return kinds
 
 
@@ -101,6 +103,7 @@ NAMED: Mapping[str, Callable[[Any], bool]] = {
     "of texts alone": lambda kinds: "images" not in kinds,
     "with text to write": lambda kinds: "text to write" in kinds,
     "with images or text to write": lambda kinds: bool({"images", "text to write"} & set(kinds)),
+    "with several labels": lambda kinds: MULTILABEL in kinds,
     "without classes of texts": lambda kinds: set(kinds) != {"classes"},
 }
 """Conditions on a value beside equality and order."""

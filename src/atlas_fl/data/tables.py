@@ -1,6 +1,7 @@
 """Tables from disk: the files of `data.formats`, and folders of `datasets.save_to_disk`, as columns of plain values."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ def _class_fault(value: object) -> str:
     return _ABSENT if isinstance(value, str) and value.strip().lower() in _NO_VALUE else _text_fault(value)
 
 
+def _labels_fault(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_class_fault, value)), "")
+    if isinstance(value, str) and re.fullmatch(r"\[(['\"].*['\"])?\]", value.strip()):
+        return "a list as a program prints it (write its labels with the character of multi= between, or save jsonl)"
+    return "" if _text_fault(value) == _ABSENT else _class_fault(value)
+
+
 def _number_fault(value: Any) -> str:
     try:
         return "" if abs(float(value)) <= LARGEST_LABEL else _class_fault(value) or _NO_NUMBER
@@ -106,6 +115,7 @@ def _time_fault(value: Any) -> str:
 CHECKS: dict[str, Callable[[Any], str]] = {
     "text": _text_fault,
     "class": _class_fault,
+    "labels": _labels_fault,
     "number": _number_fault,
     "split": _split_fault,
     "time": _time_fault,

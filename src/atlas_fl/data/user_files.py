@@ -17,7 +17,9 @@ from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
     METRICS,
+    MULTILABEL_METRICS,
     Images,
+    Labels,
     Metric,
     Pixels,
     Rows,
@@ -79,7 +81,7 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
 def _classes_task(name: str, options: Mapping[str, str]) -> Task:
     """A task of which the classes are known here and the data lie at sites (`atlas serve`)."""
     columns = _columns(name, options)
-    if not columns.labels or options.keys() - {"labels", "metric"}:
+    if not columns.labels or options.keys() - {"labels", "metric", "multi"}:
         raise ConfigError(f"task {name!r} names no file; write {FORM}, or {CLASSES_FORM} where sites have the data")
 
     def load(_: Source) -> TaskData:
@@ -90,6 +92,7 @@ def _classes_task(name: str, options: Mapping[str, str]) -> Task:
     return Task(
         name=name,
         num_labels=len(columns.labels),
+        multilabel=columns.multi is not None,
         metric=columns.metric,
         label_names=columns.labels,
         positive=_positive(columns.labels, columns, "labels="),
@@ -196,12 +199,24 @@ class Columns:
     """Most rows that are drawn of each split."""
     labels: tuple[str, ...] = ()
     """Classes, in their order; those of the data where nobody declares them."""
+    multi: str | None = None
+    """Character between the labels in one cell, or a word of `SEPARATORS`; None: a cell is one label."""
     dealing: Dealing = field(default_factory=Dealing)
 
     @property
     def has_classes(self) -> bool:
-        """Return whether its labels are classes."""
+        """Return whether its labels have names."""
         return self.target is None and self.metric != "pearson"
+
+    def words(self, value: Any) -> tuple[str, ...]:
+        """The names of the labels in a cell: one, or with `multi` those of a list or of its parts."""
+        if self.multi is None:
+            return (_word(value),)
+        if isinstance(value, list | tuple):
+            return tuple(dict.fromkeys(map(_word, value)))
+        cell = "" if value is None or value != value else _word(value)
+        parts = cell.split(SEPARATORS.get(self.multi, self.multi))
+        return tuple(dict.fromkeys(word for part in parts if (word := _word(part))))
 
     @property
     def reading(self) -> Reading:
@@ -209,7 +224,7 @@ class Columns:
         kinds = dict.fromkeys((self.text, self.target or self.pair or self.text), "text")
         hint = f"; name the one to write {self.target!r} after with text=, or say text={self.target} for no prompt"
         if self.target is None:
-            kinds[self.label] = "class" if self.has_classes else "number"
+            kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
         return Reading(
             columns=(*kinds.items(), *self.dealing.kinds),
@@ -235,14 +250,19 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             raise unknown_name("task option", key, _OPTIONS)
         if value not in _CHOICES.get(key, (value,)):
             raise unknown_name(key, value, _CHOICES[key])
-    if "target" in options and (others := sorted({"pair", "label", "labels", "metric"} & options.keys())):
+    if "target" in options and (others := sorted({"pair", "label", "labels", "metric", "multi"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    metric, colon, positive = options.get("metric", "accuracy").partition(":")
+    usual = "micro_f1" if "multi" in options else "accuracy"
+    metric, colon, positive = options.get("metric", usual).partition(":")
     if metric not in METRICS:
         raise unknown_name("metric", metric, METRICS)
+    if metric == "micro_f1" and "multi" not in options:
+        raise ConfigError(
+            f"task {name!r} has metric=micro_f1, which of one class a row is accuracy; say accuracy, or add multi=;"
+        )
     if colon and (metric != "f1" or not positive):
         raise ConfigError(
             f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"
@@ -269,10 +289,16 @@ def _check_reading(name: str, columns: Columns) -> None:
             f"task {name!r} has labels= and task={task}, whose tasks have classes each; write a row of --task for each,"
             f" as in {name}=..,task={task}:WORD,labels=..|.."
         )
-    if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
-        known = ", ".join(SEPARATORS)
+    for option, sep in (("sep", columns.sep), ("multi", columns.multi)):
+        if sep is not None and len(sep) > 1 and sep not in SEPARATORS:
+            known = ", ".join(SEPARATORS)
+            raise ConfigError(
+                f"{option}={sep} of task {name!r} is no separator; give one character, or a word of {known}"
+            )
+    if columns.multi is not None and columns.metric not in MULTILABEL_METRICS:
         raise ConfigError(
-            f"sep={columns.sep} of task {name!r} is no separator; give one character, or a word of {known}"
+            f"task {name!r} has multi= and metric={columns.metric}; rows of several labels are judged by"
+            f" {', '.join(MULTILABEL_METRICS)}: say one of these, or leave multi= out"
         )
     if not re.fullmatch(r"[1-9]\d{0,11}", columns.rows or "1"):
         raise ConfigError(f"rows={short_repr(columns.rows)} of task {name!r} is no number of rows from 1 on")
@@ -316,6 +342,7 @@ def _make_task(
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
+        multilabel=columns.multi is not None,
         metric=columns.metric,
         truncate=columns.truncate,
         label_names=names,
@@ -368,7 +395,7 @@ def _arrange_task(
         data = own_clients.arrange_clients(dealt, columns.dealing, name=name)
     else:
         # a class that labels= declares may be at other sites
-        held_out = () if columns.labels else names
+        held_out = () if columns.labels or columns.multi else names
         labelled = columns.target is None and not columns.labels
         data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
     return data, names
@@ -380,26 +407,44 @@ def _labelled_rows(
     """The rows by file and split, and the names of the classes; none of a regression."""
     names = columns.labels
     if columns.has_classes and not names:
-        words = [_word(value) for table in tables.values() for value in table[columns.label]]
+        cells = [columns.words(value) for table in tables.values() for value in table[columns.label]]
+        words = [word for own in cells for word in own]
+        if columns.multi is not None and max(map(len, cells)) < 2:
+            raise DataError(
+                f"no row of {path} has two labels with multi={columns.multi} between them, as in"
+                f" {short_repr(max(words, key=len, default=''))}; name the character that is there, leave multi= out"
+                " for one class a row, or declare labels that are rarely together with labels="
+            )
         column = columns.dealing.task_column
         alone = "" if column is None else f", or take other tasks alone, as in task={column}:WORD"
-        names = _class_names(words, columns.label, origin=path, remedy=alone)
-    numbers = {name: number for number, name in enumerate(names)}
+        names = _class_names(words, columns, origin=path, remedy=alone)
     rows = {}
     for part, table in tables.items():
         if columns.labels:
             _check_declared(table, columns, origin=origins[part])
-        label = np.asarray(
-            [numbers[_word(value)] if names else float(value) for value in table[columns.label]],
-            dtype=np.int64 if names else np.float32,
-        )
         pair = None if columns.pair is None else _texts(table, columns.pair)
+        label = _label_array(table, columns, names)
         rows[part] = Rows(text=_texts(table, columns.text), pair=pair, label=label)
     return rows, names
 
 
+def _label_array(table: Table, columns: Columns, names: Sequence[str]) -> Labels:
+    """The labels of a table's rows (`task.Labels`), numbered in the order of the names."""
+    if not names:
+        return np.asarray([float(value) for value in table[columns.label]], dtype=np.float32)
+    numbers = {name: number for number, name in enumerate(names)}
+    by_row = [[numbers[word] for word in columns.words(value)] for value in table[columns.label]]
+    if columns.multi is None:
+        return np.asarray([number for (number,) in by_row], dtype=np.int64)
+    label = np.zeros((len(by_row), len(names)), dtype=np.float32)
+    for row, own in zip(label, by_row, strict=True):
+        row[own] = 1
+    return label
+
+
 def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
-    other = Counter(word for value in table[columns.label] if (word := _word(value)) not in columns.labels)
+    words = (word for value in table[columns.label] for word in columns.words(value))
+    other = Counter(word for word in words if word not in columns.labels)
     if other:
         (word, count), *_ = other.most_common()
         raise DataError(
@@ -418,16 +463,20 @@ def _texts(table: Table, name: str) -> tuple[str, ...]:
     return tuple(map(str, table[name]))
 
 
-def _class_names(labels: Sequence[str], column: str, *, origin: str, remedy: str = "") -> tuple[str, ...]:
+def _class_names(labels: Sequence[str], columns: Columns, *, origin: str, remedy: str = "") -> tuple[str, ...]:
     words = set(labels)
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
     are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
     names = sorted(words, key=lambda word: (int(word), word)) if are_whole else sorted(words)
     if not 2 <= len(names) <= max(2, len(labels) // 2):
+        shown = f", such as {short_repr(names[0])}" if names else ""
+        kind, where, other = "classes", "rows", "ask for a regression with metric=pearson"
+        if columns.multi is not None:
+            kind, where, other = "labels", "places", f"another character between labels than multi={columns.multi}"
         raise DataError(
-            f"column {column!r} of {origin} has {len(names)} different values in {len(labels)} rows, such as"
-            f" {short_repr(names[0])}; allowed: two classes or more, of two rows each on average; name the label column"
-            f" with label=, or ask for a regression with metric=pearson{remedy}"
+            f"column {columns.label!r} of {origin} has {len(names)} different values in {len(labels)} {where}{shown};"
+            f" allowed: two {kind} or more, of two rows each on average; name the label column with label=, or"
+            f" {other}{remedy}"
         )
     return tuple(names)
 

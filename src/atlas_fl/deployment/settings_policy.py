@@ -236,7 +236,7 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     method = strategy_of(config)
     report = "" if method.report == "none" else f"; {method.report_words}"
     lengths = "" if task.images else ", their token lengths"
-    labels = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
+    labels = "labels' names and counts" if task.num_labels > 1 else "mean and spread of its labels"
     filters = " ".join(config.training.update_filter)
     noise = f"filtered by --update-filter {filters}" if filters else "without noise"
     leaves = [

@@ -57,6 +57,7 @@ METRICS = (
         "accuracy",
         "balanced_accuracy",
         "f1",
+        "micro_f1",
         "macro_f1",
         "auroc",
         "precision",
