@@ -17,7 +17,7 @@ from atlas_fl.data.cleaning import deduplicate, strata
 from atlas_fl.data.clients import label_statistics, make_clients, shard_notes
 from atlas_fl.data.metrics import by_class, scores
 from atlas_fl.data.task import Rows, Source, Task
-from atlas_fl.data.user_files import parse_task
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.setup.own_data import task_row
 
@@ -39,7 +39,7 @@ def by_text(task: Task) -> dict[str, list[float]]:
 
 
 def test_a_cell_is_several_labels_one_or_none(tmp_path: Path) -> None:
-    task = parse_task(f"mine={write(tmp_path)},multi=;")
+    (task,) = parse_tasks(f"mine={write(tmp_path)},multi=;")
     assert (task.num_labels, task.multilabel, task.has_classes, task.metric) == (3, True, False, "micro_f1")
     assert task.label_names == NAMES
     found = by_text(task)
@@ -48,7 +48,7 @@ def test_a_cell_is_several_labels_one_or_none(tmp_path: Path) -> None:
 
 
 def test_a_table_of_every_kind_has_the_same_labels(tmp_path: Path) -> None:
-    expected = by_text(parse_task(f"mine={write(tmp_path)},multi=semicolon"))
+    expected = by_text(parse_tasks(f"mine={write(tmp_path)},multi=semicolon")[0])
     lists = [[word.strip() for word in CELLS[i % 5].split(";") if word] for i in range(60)]
     table = pd.DataFrame({"text": [f"text {i}" for i in range(60)], "label": lists})
     table.to_json(tmp_path / "t.jsonl", orient="records", lines=True)
@@ -57,14 +57,14 @@ def test_a_table_of_every_kind_has_the_same_labels(tmp_path: Path) -> None:
     rows = [task_row(table, name="mine", folder=tmp_path / "own", multi="comma")]
     rows += [f"mine={tmp_path / name},multi=comma" for name in ("t.jsonl", "t.parquet", "words.parquet")]
     for row in rows:
-        assert by_text(parse_task(row)) == expected, row
+        assert by_text(parse_tasks(row)[0]) == expected, row
 
 
 def test_declared_labels_are_the_columns_and_clients_may_lack_some(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = [(i, "a;b" if i % 3 else "b", "one") for i in range(40)] + [(40 + i, "", "two") for i in range(20)]
     path.write_text("text,label,who\n" + "".join(f"text {i},{cell},{who}\n" for i, cell, who in rows))
-    task = parse_task(f"mine={path},multi=;,labels=z|b|a,client=who")
+    (task,) = parse_tasks(f"mine={path},multi=;,labels=z|b|a,client=who")
     assert task.label_names == ("z", "b", "a")
     clients = make_clients([task], NOWHERE, **DEALT, partition="natural")
     counts = [client.train.label.sum(axis=0).tolist() for client in clients]
@@ -74,7 +74,7 @@ def test_declared_labels_are_the_columns_and_clients_may_lack_some(tmp_path: Pat
     assert [list(row["labels"].values()) for row in statistics] == counts
     assert statistics[0]["cardinality"] == sum(counts[0]) / len(clients[0].train)
     assert shard_notes(statistics)[0].endswith("labels an example")
-    alone = parse_task("mine,labels=a|b,multi=;")
+    (alone,) = parse_tasks("mine,labels=a|b,multi=;")
     assert (alone.num_labels, alone.multilabel, alone.metric) == (2, True, "micro_f1")
 
 
@@ -98,7 +98,7 @@ REFUSED = {
 @pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_be_is_one_line(options: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, DataError)) as caught:
-        parse_task(f"mine={write(tmp_path)},{options}")
+        parse_tasks(f"mine={write(tmp_path)},{options}")
     assert REFUSED[options] in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -112,12 +112,12 @@ CELL_FAULTS = {
 @pytest.mark.parametrize("cell", CELL_FAULTS)
 def test_a_cell_that_is_no_list_of_labels_is_told(cell: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 30 problems") as caught:
-        parse_task(f"mine={write(tmp_path, ('a;b', cell))},multi=;")
+        parse_tasks(f"mine={write(tmp_path, ('a;b', cell))},multi=;")
     assert CELL_FAULTS[cell] in str(caught.value)
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"text": f"t{i}", "label": ["a", None]}) + "\n" for i in range(9)))
     with pytest.raises(DataError, match="no value in 'label'"):
-        parse_task(f"mine={path},multi=;")
+        parse_tasks(f"mine={path},multi=;")
 
 
 def test_rows_are_told_apart_and_spread_by_their_sets_of_labels() -> None:
@@ -130,7 +130,7 @@ def test_rows_are_told_apart_and_spread_by_their_sets_of_labels() -> None:
 
 @pytest.mark.parametrize("partition", ["iid", "quantity", "linear"])
 def test_rows_are_dealt_out_by_how_many_labels_they_have(partition: str, tmp_path: Path) -> None:
-    task = parse_task(f"mine={write(tmp_path)},multi=;")
+    (task,) = parse_tasks(f"mine={write(tmp_path)},multi=;")
     clients = make_clients([task], NOWHERE, **DEALT, partition=partition)
     dealt = [text for client in clients for rows in client.splits.values() for text in rows.text]
     assert len(dealt) == len(set(dealt)) == 60

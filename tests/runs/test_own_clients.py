@@ -132,7 +132,7 @@ def two_tasks(hospitals: Callable[..., Config], tmp_path: Path) -> Callable[...,
     """The questions of north and south, of two tasks by their classes; south's own rows lie in south-notes.csv too."""
     kind_of = {label: kind for kind, labels in KINDS.items() for label in labels}
     with (tmp_path / "hospitals.csv").open(newline="") as file:
-        given = [row for row in csv.reader(file) if row[1] in kind_of and row[2] != "Mary"]
+        given = [[*row[:2], row[3]] for row in csv.reader(file) if row[1] in kind_of and row[3] != "Mary"]
     rows = [[*row, kind_of[row[1]]] for row in given]
     south = [row for row in rows if row[2] == "south"]
     new = [[f"Well {note}", *more] for note, *more in south]
