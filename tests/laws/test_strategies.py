@@ -31,7 +31,8 @@ COMMUNICATING = [name for name in RULES if name != "local"]
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
-    {"gram_alpha": 8.0, "bipartition_ratio": 0.5, "tree_threshold": -1.0, **words}
+    # and no test would take any of them for neighbours
+    {"gram_alpha": 8.0, "bipartition_ratio": 0.5, "tree_threshold": -1.0, "stb_zeta": 200.0, "stb_c": 0.0, **words}
     for words in (
         {"space": "product"},
         {"space": "factors", "align": "truncate"},
@@ -39,7 +40,7 @@ OPTIONS = [
     )
 ]
 IDS = ["product", "truncate", "metropolis-by-layer"]
-OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph")
+OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph", "mta")
 """Rules that read more of the options than space and alignment: the Laplacian's, or `gram_by`."""
 
 

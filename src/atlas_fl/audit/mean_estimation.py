@@ -1,7 +1,7 @@
 """Second formulas of estimates of many means, from the changes of both halves as vectors.
 
-Feldman et al., 2012 and 2014 (Multi-Task Averaging, by the inverse); Efron and Morris, 1975 (James-Stein); Marienwald et
-al., 2021 (similarity tests, one pair at a time).
+Feldman et al., 2012 and 2014 (Multi-Task Averaging, by the inverse); Efron and Morris, 1975 (James-Stein);
+Marienwald et al., 2021 (similarity tests, one pair at a time).
 """
 
 from collections.abc import Sequence

@@ -54,6 +54,7 @@ from scipy.optimize import nnls
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
@@ -283,7 +284,8 @@ class FromHalves(FromStart):
         self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
     ) -> Float64[np.ndarray, "n n"]:
         """The rows of clients with these inner products of halves and numbers of examples."""
-        raise NotImplementedError
+        del gram, examples
+        raise ConfigError(f"method {self.name!r} has no rows from halves; define predict_rows")
 
     def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
         """The rows of those who are not measured."""

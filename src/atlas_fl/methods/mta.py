@@ -62,7 +62,7 @@ class MultiTaskAveraging(FromHalves):
     """Multi-Task Averaging of models, by the noise of split halves (Feldman et al. 2012, 2014; `--mta-similarity`)."""
 
     mta_similarity: Annotated[Literal["constant", "minimax", "measured"], KNOB] = "constant"
-    """What clients have in common under `mta`: from the mean distance of two, from the largest, or from halves."""
+    """Similarity of clients under `mta`: from the mean distance of two, from the largest one, or from halves."""
     mta_gamma: Annotated[float, Range(above=0), Tried("mta", "mta_minimax", values=(1.0, 0.5, 2.0, 0.25))] = 1.0
     """Strength of the pull under `mta`; 1 in its papers."""
 
