@@ -32,7 +32,8 @@ CUTS = {"bipartition_round": 0, "bipartition_norm": 48.0, "bipartition_ratio": 1
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
-    {"gram_alpha": 8.0, **CUTS, "tree_threshold": -1.0, **words}
+    # and no test would take any of them for neighbours
+    {"gram_alpha": 8.0, **CUTS, "tree_threshold": -1.0, "stb_zeta": 200.0, "stb_c": 0.0, **words}
     for words in (
         {"space": "product"},
         {"space": "factors", "align": "truncate", "bipartition_norm": 12.0},
@@ -40,7 +41,7 @@ OPTIONS = [
     )
 ]
 IDS = ["product", "truncate", "metropolis-by-layer"]
-OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph")
+OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph", "mta")
 """Rules that read more of the options than space and alignment: the Laplacian's, or `gram_by`."""
 
 

@@ -24,8 +24,8 @@ from atlas_fl.plugins import registrations
 
 LEAVE_ONE = "leave one of them out"
 MULTILABEL = "several labels"
-HALVES = "atlas or kriging"
-"""Rules that compare halves. One of them is the default, so their rows come last, after all that a user typed."""
+HALVES = "that compares halves"
+"""Strategies that compare halves. One is the default, so their rows come last, after all that a user typed."""
 
 
 def kinds_of(config: Config) -> Mapping[str, str]:
@@ -77,6 +77,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "takes_newcomers": ("--strategy", lambda config: method_class(config).takes_newcomers),
     "reads_classes": ("--strategy", lambda config: method_class(config).needs_classes),
     "takes_reports": ("--strategy", _takes_reports),
+    "compares_halves": ("--strategy", lambda config: method_class(config).report == "halves"),
     "needs_one_rank": ("--strategy", _needs_one_rank),
     "uses_clusters": ("--strategy", _uses_clusters),
     "kinds": ("--tasks", lambda config: tuple(kinds_of(config).values())),
@@ -89,7 +90,9 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 """Facts that follow from a config: the flag that decides each, and its value."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms"), bool),
+    **dict.fromkeys(
+        ("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms", HALVES), bool
+    ),
     **dict.fromkeys(("that shares nothing", "that takes no late clients", "without clusters"), lambda value: not value),
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},

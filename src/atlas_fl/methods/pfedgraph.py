@@ -47,8 +47,8 @@ class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
     gram_by: Annotated[Literal["all", "layer"], KNOB] = "all"
-    """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
-    changes: none (under `kriging` heads have one), or each layer."""
+    """Parameters of `pfedgraph` and of rules that compare halves with a mixing matrix of their own, by the Gram matrix
+    of their own changes: none (but for `pfedgraph` heads have one), or each layer."""
 
     reads_within = True
 
