@@ -42,9 +42,7 @@ class JamesStein(FromHalves):
     """Models shrunk to their common mean by the positive-part James-Stein factor, by the noise of split halves."""
 
     name = "james_stein"
-    differs = (
-        "models in the place of means of samples, their noise from split halves; the dimension of the noise is measured"
-    )
+    differs = "models for means of samples, noise from halves; the dimension of the noise is measured"
 
     def predict_rows(
         self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]

@@ -67,7 +67,7 @@ class MultiTaskAveraging(FromHalves):
     """Strength of the pull under `mta`; 1 in its papers."""
 
     name = "mta"
-    differs = "models in the place of means of samples, their noise from split halves"
+    differs = "models for means of samples, noise from halves"
 
     def predict_rows(
         self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]

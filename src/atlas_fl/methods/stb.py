@@ -50,7 +50,7 @@ class SimilarityTests(FromHalves):
     """Weight of a neighbour's distance under `stb`: the larger, the more a client keeps of its own."""
 
     name = "stb"
-    differs = "models in the place of means of samples, their noise from split halves; zeta and c are settings, there chosen on validation"
+    differs = "models for means of samples, noise from halves; zeta and c are settings, there chosen on validation"
 
     def predict_rows(
         self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
