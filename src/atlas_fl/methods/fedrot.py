@@ -28,9 +28,11 @@ from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, lora_
 
 def nearest_rotation(matrix: Tensor) -> Tensor:
     """The orthogonal matrix of determinant 1 that is nearest to this one."""
-    left, _, right = torch.linalg.svd(matrix)
-    left[:, -1] *= torch.linalg.det(left @ right).sign()
-    return left @ right
+    left, sizes, right = torch.linalg.svd(matrix)
+    signs = torch.ones_like(sizes)
+    signs[-1] = torch.linalg.det(left @ right).sign()
+    rotation: Tensor = (left * signs) @ right
+    return rotation
 
 
 def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str, Tensor]:
