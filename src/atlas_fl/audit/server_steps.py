@@ -120,20 +120,30 @@ class ServerOptimizer(Averaging):
         return last
 
 
+class OfCohort(Averaging):
+    """A rule of what those of a cohort that took part have trained, the same for all of it; by default the average."""
+
+    average = Mean(within="settings")
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The next value of client k, in product space that of a module; None where it has no server step."""
+        key, there = value_key(step, key), present_of_cohort(step, k, key)
+        return step.once(("next", tuple(there), key), lambda: self.next_value(step, there, key)) if there else None
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The next value from these clients' updates, and the size of what went in."""
+        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Merge(Averaging):
+class Merge(OfCohort):
     """TIES or DARE: the average of what was sent, moved by the merged changes."""
 
     merge: Callable[[Step, Sequence[int], np.ndarray, str], np.ndarray]
     """(step, clients, their changes, parameter) -> the merged change."""
-    average = Mean(within="settings")
 
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The merged value; None where client k has no server step."""
-        key, there = value_key(step, key), present_of_cohort(step, k, key)
-        return step.once(("merged", tuple(there), key), lambda: self._value(step, there, key)) if there else None
-
-    def _value(self, step: Step, there: Sequence[int], key: str) -> Value:
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average, moved."""
         sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
         current, size = weighted(step.shares(there), sent)
         changes = np.stack([last - first for first, last in zip(sent, trained, strict=True)])
@@ -165,18 +175,12 @@ def by_chance(step: Step, there: Sequence[int], changes: np.ndarray, key: str) -
     return weighted(step.shares(there), kept)[0]
 
 
-class RankPartitions(Averaging):
+class RankPartitions(OfCohort):
     """raFLoRA: the average of each partition of the ranks over the clients that have it; of heads the average."""
 
-    average = Mean(within="settings")
-
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The next value, of a module its update; None where client k has no server step."""
-        key, there = value_key(step, key), present_of_cohort(step, k, key)
-        return step.once(("partitions", tuple(there), key), lambda: self._value(step, there, key)) if there else None
-
-    def _value(self, step: Step, there: Sequence[int], key: str) -> Value:
-        mean, size = weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The sum over all partitions."""
+        mean, size = super().next_value(step, there, key)
         if not key.endswith(LORA_A):
             return mean, size
         total, low, module = np.zeros_like(mean), 0, key.removesuffix(LORA_A)
@@ -231,22 +235,17 @@ class Dynamic(Averaging):
         return total + last - first if step.present[k] else total
 
 
-class Rotated(Averaging):
+class Rotated(OfCohort):
     """FedRot-LoRA: the average of factors, each rotated towards those that its client was sent."""
 
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The next value of this tensor of client k; None where it has no server step."""
-        members = step.mates(k, key)
-        if not _steps(step, members, key):
-            return None
-        there = step.there(members)
-        values = [step.value(step.trained, one, key) for one in there]
-        if step.round > 1 and key.endswith((LORA_A, LORA_B)):
-            module = key.removesuffix(LORA_A).removesuffix(LORA_B)
-            turns = [step.once(("turn", module, one), partial(self._turn, step, module, one)) for one in there]
-            is_b = key.endswith(LORA_B)
-            values = [one @ turn if is_b else turn.T @ one for one, turn in zip(values, turns, strict=True)]
-        return weighted(step.shares(there), values)
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average of the rotated factors; of heads the average."""
+        if step.round == 1 or not key.endswith((LORA_A, LORA_B)):
+            return super().next_value(step, there, key)
+        module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+        turns = [step.once(("turn", module, one), partial(self._turn, step, module, one)) for one in there]
+        pairs = zip([step.value(step.trained, one, key) for one in there], turns, strict=True)
+        return weighted(step.shares(there), [v @ turn if key.endswith(LORA_B) else turn.T @ v for v, turn in pairs])
 
     def _turn(self, step: Step, module: str, k: int) -> np.ndarray:
         key = module + (LORA_B if step.round % 2 else LORA_A)
@@ -264,35 +263,25 @@ def _rotation(matrix: np.ndarray) -> np.ndarray:
     return np.asarray((left * np.sign(signs)) @ right)
 
 
-class Orthonormal(Averaging):
+class Orthonormal(OfCohort):
     """FedSVD: the average of A and B, and of full rank the singular vectors of its product."""
 
     moves_untrained = True
 
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The next value of this tensor of client k; None where it has no server step."""
-        members = step.mates(k, key)
-        if not _steps(step, members, key):
-            return None
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average of a head, and a factor of the decomposition of the product of averages."""
         if key.startswith(HEAD):
-            return self._mean(step, members, key)
+            return super().next_value(step, there, key)
         module = key.removesuffix(LORA_A).removesuffix(LORA_B)
-        ends = (module + LORA_A, module + LORA_B)
-        return step.once(("orthonormal", module), lambda: self._factors(step, members, *ends))[ends.index(key)]
-
-    def _mean(self, step: Step, members: Sequence[int], key: str) -> Value:
-        there = step.there(members)
-        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
-
-    def _factors(self, step: Step, members: Sequence[int], *ends: str) -> tuple[Value, Value]:
-        (a, size_a), (b, size_b) = (self._mean(step, members, end) for end in ends)
+        (a, size_a), (b, size_b) = (OfCohort.next_value(self, step, there, module + end) for end in (LORA_A, LORA_B))
         left, sizes, right = decompose(b @ a)
         rank = len(a)
         if rank <= len(sizes) and sizes[rank - 1] > 1e-6 * sizes[0]:
             a, b = right[:rank], left[:, :rank] * sizes[:rank]
             turned = np.sign(a[np.arange(rank), np.abs(a).argmax(1)])
             a, b = turned[:, None] * a, turned * b
-        return (a, size_a + float(np.linalg.norm(a))), (b, size_b + float(np.linalg.norm(b)))
+        factor, size = (a, size_a) if key.endswith(LORA_A) else (b, size_b)
+        return factor, size + float(np.linalg.norm(factor))
 
 
 def _steps(step: Step, members: Sequence[int], key: str) -> bool:
