@@ -23,12 +23,10 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated
-from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
-from atlas_fl.params import ByClient, ServerState
+from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
+from atlas_fl.params import ByClient
 from atlas_fl.rng import torch_generator
 
 Changes: TypeAlias = Iterable[tuple[str, float, Tensor]]
@@ -54,18 +52,9 @@ class Merging(ByCohort):
         del round, name
         return sum((share * change for _, share, change in changes), torch.zeros(()))
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
-        """x of every cohort of which somebody took part."""
-        del server_state, answers
+    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+        """x of every value."""
+        del updates
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
             changes = (
@@ -74,7 +63,7 @@ class Merging(ByCohort):
             )
             return values.sent(cohort.weights) + self.merge_scale * self.merge(changes, round=round, name=name)
 
-        return self.step(next_value, client_models, updates, federation)
+        return next_value
 
 
 @dataclass(frozen=True, kw_only=True)

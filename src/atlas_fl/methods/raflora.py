@@ -16,12 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.lora_product import stack_factors
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.method import Aggregated, PublishedMethod
-from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
-from atlas_fl.params import LORA_A, LORA_B, ByClient, ServerState
+from atlas_fl.methods.method import PublishedMethod
+from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
+from atlas_fl.params import LORA_A, LORA_B, ByClient
 
 
 def partitioned_average(
@@ -48,18 +47,9 @@ class FedAvgByRank(ByCohort):
     needs = ""
     fixed: ClassVar = {"space": "product"}
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
-        """W of every cohort of which somebody took part."""
-        del server_state, round, answers
+    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+        """W of every module, and the average of all else."""
+        del round
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
             models = [updates[federation.clients[k]] for k in cohort.weights]
@@ -68,7 +58,7 @@ class FedAvgByRank(ByCohort):
             a, b = ([params[name + end] for params in models] for end in (LORA_A, LORA_B))
             return partitioned_average(a, b, list(cohort.weights.values()), self.options.scale)
 
-        return self.step(next_value, client_models, updates, federation)
+        return next_value
 
 
 RAFLORA = PublishedMethod(

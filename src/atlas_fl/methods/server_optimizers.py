@@ -235,7 +235,7 @@ def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, floa
 
 
 class ByCohort(Method):
-    """A step of the server for each cohort, value by value (`step`)."""
+    """A step of the server for each cohort, value by value."""
 
     needs = "equal ranks with --space factors"
 
@@ -251,6 +251,26 @@ class ByCohort(Method):
         """The shares of the examples inside each cohort."""
         groups = rules.groups_within(step, self.options.within)
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+
+    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+        """The step of a value in this round; by default to the average of what was trained."""
+        del updates, federation, round
+        return lambda cohort, _name, values: values.trained(cohort.weights)
+
+    def aggregate(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: rules.Answers | None = None,
+    ) -> Aggregated:
+        """One step of every cohort of which somebody took part."""
+        del server_state, answers
+        next_value = self.next_values(updates, federation, round=round)
+        return self.step(next_value, client_models, updates, federation)
 
     def step(
         self, next_value: NextValue, client_models: ByClient, updates: ByClient, federation: Federation
