@@ -5,7 +5,7 @@ text, and a label. Each is read in a process of its own, whole and with rows=100
 `data.tables.read_rows`, and to clean splits, by `data.user_files.parse_tasks`.
 
     python benchmarks/own_file.py
-    python benchmarks/own_file.py --megabytes 100 --folder /tmp
+    python benchmarks/own_file.py --megabytes 5000 --kinds .csv --folder /tmp
 """
 
 import argparse
@@ -15,7 +15,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from itertools import islice
@@ -26,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 WORDS = np.array([f"word{number}" for number in range(5000)])
+KINDS = (".csv", ".csv.gz", ".jsonl", ".parquet")
 Row = tuple[str, str, str]
 
 
@@ -33,9 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the csv file")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the files are written")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="endings of the files that are read")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for path in write_files(Path(folder), args.megabytes * 10**6):
+        for path in write_files(Path(folder), args.megabytes * 10**6, args.kinds):
             for options in ("", ",rows=10000"):
                 for to_splits in (False, True):
                     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
@@ -50,12 +52,12 @@ def rows() -> Iterator[Row]:
             yield text, text[::-1], "no" if words[0] < words[1] else "yes"
 
 
-def write_files(folder: Path, size: int) -> Iterator[Path]:
-    """A csv file, the same packed, as JSON lines and as parquet; each goes when the next is asked for."""
+def write_files(folder: Path, size: int, kinds: Sequence[str]) -> Iterator[Path]:
+    """A csv file, the same packed, as JSON lines and as parquet; each but the first goes when the next is asked for."""
     pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
     names = ("text", "unused", "label")
     num_rows = size // sum(len(value) + 1 for value in next(rows()))
-    for ending in (".csv", ".csv.gz", ".jsonl", ".parquet"):
+    for ending in (kind for kind in KINDS if kind in kinds or (kind == ".csv" and ".csv.gz" in kinds)):
         path = folder / f"own{ending}"
         if ending == ".parquet":
             source = rows()

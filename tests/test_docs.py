@@ -279,7 +279,7 @@ def accept(command: str, words: list[str]) -> None:
     options_of = COMMANDS[command].options
     options = parse(options_of, groups, command=f"atlas {command}")
     methods = getattr(options, "strategies", ())
-    if methods:
+    if methods and "--task" not in words:
         grid(options.settings, over={"strategy": methods}, seeds=(42,))
     elif has_settings(options_of) and "--task" not in words:
         validate(options.settings)

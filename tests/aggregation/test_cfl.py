@@ -24,6 +24,7 @@ def vectors(*points):
 
 def after_round(before, updates, state=None, **words):
     federation = federation_of("abcdef"[: len(before)])
+    words = {"bipartition_round": 0, "bipartition_norm": 0.5, "bipartition_ratio": 1.0, **words}
     done = find_method("cfl", **words).aggregate(state or {}, before, updates, federation, round=1)
     return clusters_in(done.server_state[CLUSTERS], federation).tolist(), done
 
@@ -43,11 +44,12 @@ def test_no_other_bipartition_has_a_smaller_largest_cosine_across(n, seed):
 
 
 def test_the_norm_of_the_average_by_hand():
-    """Updates (2, 0) and (-2, 0.8) average to (0, .4); the longest is 2.154, and .4 / 2.154 is .1857."""
+    """Updates (2, 0) and (-2, 0.8) average to (0, .4); the longest is 2.154."""
     points = np.array([[2.0, 0.0], [-2.0, 0.8]])
     gram, halves = points @ points.T, np.array([0.5, 0.5])
-    assert pull_apart(gram, halves, ratio=0.19)
-    assert not pull_apart(gram, halves, ratio=0.18)
+    assert pull_apart(gram, halves, eps_1=0.41, eps_2=2.15)
+    assert not pull_apart(gram, halves, eps_1=0.39, eps_2=2.15)
+    assert not pull_apart(gram, halves, eps_1=0.41, eps_2=2.16)
 
 
 def test_clients_that_pull_against_each_other_are_averaged_apart_from_this_round_on():
@@ -75,6 +77,40 @@ def test_a_cluster_of_which_somebody_is_absent_stays_whole():
     assert after_round(before, updates)[0] == [0, 1, 0]
     del updates["c"]
     assert after_round(before, updates)[0] == [0, 0, 0]
+
+
+def clusters_after_rounds(optima, *, num_rounds, noise, seed=0, **words):
+    """Clusters after rounds of clients with the loss 1/2 || w - optimum ||^2, whose gradients are noisy."""
+    names = "abcdefghijklmnopqrstuvwxyz"[: len(optima)]
+    federation, rng, state = federation_of(names), np.random.default_rng(seed), {}
+    method, models = find_method("cfl", rounds=80, **words), {name: {"w": torch.zeros(20)} for name in names}
+    by_round = {}
+    for number in range(1, num_rounds + 1):
+        updates = {}
+        for name, optimum in zip(names, optima, strict=True):
+            pull = optimum + noise * torch.tensor(rng.normal(size=20), dtype=torch.float32) - models[name]["w"]
+            updates[name] = {"w": models[name]["w"] + 0.5 * pull}
+        done = method.aggregate(state, models, updates, federation, round=number)
+        state, models = done.server_state, done.client_models
+        by_round[number] = clusters_in(state[CLUSTERS], federation).tolist()
+    return by_round
+
+
+@pytest.mark.parametrize("num_clients", [8, 16])
+def test_alike_clients_are_not_cut_and_planted_ones_are_after_round_20(num_clients):
+    """Of alike ones the average at rest is a root of n shorter than each, below any fixed quotient of many clients."""
+    planted = [torch.full((20,), sign * 1.0) for sign in [1, -1] * (num_clients // 2)]
+    alike = [torch.ones(20)] * num_clients
+    assert clusters_after_rounds(alike, num_rounds=40, noise=0.3)[40] == [0] * num_clients
+    found = clusters_after_rounds(planted, num_rounds=40, noise=0.1)
+    assert found[20] == [0] * num_clients and found[21] == found[40] == [0, 1] * (num_clients // 2)
+    early = clusters_after_rounds(planted, num_rounds=1, noise=0.1, bipartition_round=0)
+    assert early[1] == [0, 1] * (num_clients // 2)
+
+
+def test_a_cluster_of_two_stays_whole():
+    apart = vectors([1.0, 0.0], [-1.0, 0.0])
+    assert after_round(vectors(*[[0.0, 0.0]] * 2), apart)[0] == [0, 0]
 
 
 @pytest.mark.parametrize("strategy", ["cfl", "fedtreelora"])

@@ -49,7 +49,7 @@ BY_FACTORS = (*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated")
 """Rules of A and B, which validation says."""
 BY_PRODUCTS = ("fedavg_by_rank", "fedavg_with_rest")
 """Rules of products alone, which validation says."""
-MEASURED = ("atlas", "kriging")
+MEASURED = tuple(name for name, rule in RULES.items() if rule.report == "halves")
 MORE = {
     "fedavg": ("truncate", "A"),
     **dict.fromkeys(("fedtreelora", "classifier_collaboration", "pfedgraph", "fedadam"), ("head",)),

@@ -89,11 +89,13 @@ def test_another_first_model_than_that_of_round_zero_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "numbers"), [("cfl", {"bipartition_ratio": 0.9}), ("fedtreelora", {"tree_step": 2})]
+    ("strategy", "numbers"),
+    [("cfl", {"bipartition_ratio": 1.0, "bipartition_round": 0}), ("fedtreelora", {"tree_step": 2})],
 )
-@pytest.mark.parametrize("space", ["product", "factors"])
-def test_clusters_by_updates_pass_and_those_of_other_numbers_do_not(tmp_path, space, strategy, numbers):
-    mixing, server = MixingConfig(strategy=strategy, space=space), server_config(**numbers, tree_threshold=0.0)
+@pytest.mark.parametrize(("space", "norm"), [("product", 20.0), ("factors", 4.0)])
+def test_clusters_by_updates_pass_and_those_of_other_numbers_do_not(tmp_path, space, norm, strategy, numbers):
+    mixing = MixingConfig(strategy=strategy, space=space)
+    server = server_config(**numbers, bipartition_norm=norm, tree_threshold=0.0)
     run = write_run(tmp_path / "run", mixing, server=server)
     report = audit_run(run)
     assert report.ok, report.failures[:2]

@@ -49,7 +49,7 @@ def test_passes_beside_training_are_said_of_rules_and_methods(atlas) -> None:
     said = " ".join(atlas("list", "strategies").out.split())
     assert "local_only" in said, "an old name is told"
     assert said.count("passes over the training examples: one more") == 2
-    assert said.count("passes over the training examples: k more") == 1
+    assert said.count("passes over the validation examples: k more") == 1
 
 
 def entries(atlas, monkeypatch) -> dict[str, list[str]]:
@@ -74,7 +74,9 @@ def test_entries_by_hand(atlas, monkeypatch) -> None:
     found = entries(atlas, monkeypatch)
     assert found["local"][1:] == ["needs: nothing"]
     sets = "sets: second_model=proximal space=factors share=A B head"
-    assert found["ditto"][1:] == ["needs: equal ranks; twice the training", "rule: fedavg", sets]
+    assert found["ditto"][1:] == [
+        *("needs: equal ranks; twice the training", "rule: fedavg", "differs from its paper: whole models", sets)
+    ]
 
 
 @pytest.mark.parametrize("name", [*RULES, *METHODS])

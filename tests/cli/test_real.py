@@ -94,3 +94,30 @@ def test_the_plan_trains_nothing(atlas, tmp_path) -> None:
     assert said.out.splitlines()[-1].startswith(f"the run would be {tmp_path / 'runs' / 'smoke-atlas-minilm-s42-'}")
     assert not (tmp_path / "runs").exists()
     assert len(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["clients"]) == 4
+
+
+@pytest.mark.slow
+def test_users_of_leaf_are_clients_from_run_to_place(atlas, tmp_path) -> None:
+    """Sent140 as LEAF writes it: train and test apart, x a list with the text in the fifth place."""
+    for split, count in (("train", 12), ("test", 4)):
+        texts = {
+            user: [f"{split} tweet {n} of {user}, {'good' if n % 2 else 'bad'}" for n in range(count)]
+            for user in ("ann", "bob", "7")
+        }
+        users = {
+            user: {"x": [["1", "a date", "NO_QUERY", user, text] for text in own], "y": [n % 2 for n in range(count)]}
+            for user, own in texts.items()
+        }
+        (tmp_path / f"leaf/{split}").mkdir(parents=True)
+        leaf = {"users": list(users), "num_samples": [count] * 3, "user_data": users}
+        (tmp_path / f"leaf/{split}/all_data_niid_keep_0_{split}_9.json").write_text(json.dumps(leaf))
+    task = f"mood={tmp_path}/leaf,text=x.4,label=y"
+    words = ["--preset", "smoke", "--fingerprint-steps", "1", "--name", "moods", "--runs-dir", str(tmp_path)]
+    assert atlas("run", *words, "--clusters", "auto", "--task", f"{task},client=user").code == 0
+    summary = json.loads((tmp_path / "moods/summary.json").read_text())
+    assert set(summary["clients"]) == {"user-7", "ann", "bob"}
+    rows = [{"text": f"new tweet {n}, {'good' if n % 2 else 'bad'}", "label": n % 2} for n in range(12)]
+    (tmp_path / "new.json").write_text(json.dumps(rows))
+    said = atlas("place", str(tmp_path / "moods"), "--task", f"mood={tmp_path}/new.json")
+    assert (said.code, said.err) == (0, "")
+    assert "mood-3" in said.out

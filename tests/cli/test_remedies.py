@@ -143,3 +143,25 @@ def test_what_is_offered_of_other_programs_exists() -> None:
         assert words[:2] == ["pip", "install"]
         assert {Requirement(word).name for word in words[2:]} <= {Requirement(one).name for one in needed}
         assert words[2:], "an extra of nothing installs nothing"
+
+
+@pytest.mark.slow
+def test_who_may_not_be_placed_is_told_what_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that the run has are refused with the client that has them; the task that a message offers works."""
+    monkeypatch.chdir(tmp_path)
+    for name, wards, first in (("all.csv", "NS", 0), ("old.csv", "S", 0), ("new.csv", "W", 40)):
+        rows = [f"{ward} note {n} on {n % 7},{'ab'[n % 2]},{ward}" for ward in wards for n in range(first, first + 30)]
+        Path(name).write_text("\n".join(["body,urgency,ward", *rows]))
+    whole = "--samples none --validation-samples none --test-samples none --fingerprint-steps 1 --clusters auto"
+    task = "triage=all.csv,text=body,label=urgency,client=ward"
+    assert main(f"run --preset smoke {whole} --rounds 1 --name run --task {task}".split()) == 0
+    capsys.readouterr()
+    assert main(["place", "runs/run", "--task", "triage=old.csv,text=body,label=urgency"]) == 2
+    told = capsys.readouterr().err
+    assert "in the run already, most of them with S, so nobody new is there to place; give rows that no client" in told
+    assert main(["place", "runs/run", "--task", "triage"]) == 2
+    told = capsys.readouterr().err
+    assert "a newcomer is one client, and task 'triage' names 2 (N, S); give a file of its rows alone: --task" in told
+    assert main(["place", "runs/run", *told.split("alone: ")[1].split()]) == 0

@@ -107,7 +107,7 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_pa
     said = atlas(*words)
     assert (said.code, said.err) == (0, "")
     assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
-    assert "run 3 of 4: eta=0.5 seed=42 starts ..." in said.out
+    assert "run 3 of 4: eta=0.5 seed=42 starts (about " in said.out
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("eta=")]
     assert [row[:2] for row in rows[:2]] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]]
     assert rows[-2:] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]], "by task"
@@ -118,7 +118,7 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_pa
     by_hand = [("eta=0", "0.75", "2"), ("eta=0.5", "0.8", "2")]
     assert [(row["method"], row["mean"], row["seeds"]) for row in methods] == by_hand
     latex = file.with_suffix(".statistics.tex").read_text(encoding="utf-8").splitlines()
-    assert sum(line.startswith("eta=0.5 & 0.800 $\\pm$ 0.000 & 0.000 & 0.800") for line in latex) == 1
+    assert sum(line.startswith("eta=0.5 & 0.800 & 0.000 & 0.800") for line in latex) == 1
     with Image.open(file.with_suffix(".png")) as image:
         assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
     again = atlas(*words)
@@ -243,7 +243,9 @@ def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(a
     assert [run_folder(config).tuning.is_file() for config in ran] == [config in confirmed for config in ran]
     said = atlas("results", str(tmp_path), "--control", "local")
     assert "- `local`: 3 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation" in said.out
-    assert "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen" in said.out
+    assert (
+        "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.005..0.02, second_weight 0.03..0.5; chosen" in said.out
+    )
 
 
 def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(atlas, ran, tmp_path) -> None:

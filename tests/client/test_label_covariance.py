@@ -25,6 +25,8 @@ def test_by_hand() -> None:
     features = torch.tensor([[2.0, 0.0], [4.0, 2.0], [0.0, 0.0], [2.0, 2.0]])
     covariance = label_covariance(features, torch.tensor([1, 1, 0, 0]), num_labels=2)
     assert covariance.tolist() == [[-0.5, 0.0], [0.5, 0.0]]
+    several = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    assert label_covariance(features, several, num_labels=2).equal(covariance)
     numbers = label_covariance(features, torch.tensor([1.0, 1.0, 0.0, 0.0]), num_labels=1)
     assert numbers.tolist() == [[0.5, 0.0]]
 

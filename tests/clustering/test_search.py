@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sklearn.cluster import KMeans
-from sklearn.metrics import adjusted_rand_score
+from sklearn.cluster import AgglomerativeClustering, KMeans
+from sklearn.metrics import adjusted_rand_score, silhouette_score
 
+from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.k_search import (
     best_silhouette,
     feasible_ks,
@@ -108,3 +109,31 @@ def test_where_no_k_has_a_silhouette_none_is_good(monkeypatch, planted):
     assert best_silhouette(first, second, SETTINGS) > 0
     monkeypatch.setattr("atlas_fl.clustering.k_search.silhouette", lambda *_: None)
     assert best_silhouette(first, second, SETTINGS) == 0
+
+
+def test_cosine_is_the_clustering_of_fedlease() -> None:
+    """Against scikit-learn on the mean over layers of 1 - cosine, sketches of several layers, k = 2 to 4."""
+    rng, layers, n = np.random.default_rng(4), 3, 9
+    groups = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    centres = rng.normal(size=(3, layers, 40))
+    factors = centres[groups] + 0.7 * rng.normal(size=(n, layers, 40))
+    unit = factors / np.linalg.norm(factors, axis=2, keepdims=True)
+    distances = 1 - np.einsum("ild,jld->ij", unit, unit) / layers
+    np.fill_diagonal(distances, 0.0)
+    fits = {
+        k: AgglomerativeClustering(n_clusters=k, metric="precomputed", linkage="average").fit_predict(distances)
+        for k in (2, 3, 4)
+    }
+    best = max(fits, key=lambda k: silhouette_score(distances, fits[k], metric="precomputed"))
+    sketches = unit.reshape(n, -1) / np.sqrt(layers)
+    found = cluster_clients(sketches, sketches, settings=replace(SETTINGS, cluster_by="cosine", min_reliability=-0.99))
+    assert best == 3 and adjusted_rand_score(found.labels, fits[best]) == 1.0
+    (row,) = [row for row in found.k_table if row["chosen"]]
+    assert row["silhouette"] == pytest.approx(silhouette_score(distances, fits[best], metric="precomputed"))
+
+
+def test_cosine_never_finds_one_cluster() -> None:
+    sketches = np.random.default_rng(5).normal(size=(2, 8, 64)) + 3.0
+    by = {name: replace(SETTINGS, cluster_by=name, min_reliability=-0.99) for name in ("cosine", "corrected")}
+    found = {name: len(set(cluster_clients(*sketches, settings=settings).labels)) for name, settings in by.items()}
+    assert found["corrected"] == 1 < found["cosine"]

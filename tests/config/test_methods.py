@@ -6,6 +6,7 @@ import pytest
 
 from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.options import RunOptions
+from atlas_fl.client.local_training import num_head_steps, num_steps
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.methods import rule_of, with_method_settings, without_method_settings
@@ -142,17 +143,40 @@ def test_what_trains_in_a_round_of_six_with_two_personal_ones(parts: Any, round:
     assert tuple(name for name in NAMES if options.trains(name, round=round)) == trained
 
 
-def test_the_last_layer_moves_in_the_first_half_of_a_round_of_fedpac_and_the_rest_in_the_second() -> None:
-    names = ("q.lora_B", "head.pre_classifier.weight", "head.classifier.weight")
-    options = TrainOptions(seed=0, trained_parts="last_layer_then_rest")
-    moves = [[name for name in names if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
-    assert moves == [["head.classifier.weight"]] * 2 + [["q.lora_B", "head.pre_classifier.weight"]]
+HEADS = ("q.lora_B", "head.pre_classifier.weight", "head.classifier.weight")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "head", "body"),
+    [
+        ("fedpac", "", 13, 26),
+        ("fedrep", "", 130, 26),
+        ("fedrep", "--head-epochs 3", 39, 26),
+        ("kriging", "--trained-parts head_then_rest", 13, 13),
+        ("kriging", "--trained-parts head_then_rest --head-epochs 1", 13, 26),
+        ("fedper", "", 0, 26),
+        ("fedbabu", "", 0, 26),
+        ("kriging", "", 0, 26),
+    ],
+)
+def test_a_round_has_the_steps_of_head_and_body_that_its_paper_says(
+    strategy: str, words: str, head: int, body: int
+) -> None:
+    """Of 200 examples in batches of 16 and two local epochs: FedPAC one pass over the head first, FedRep ten (algorithm
+    1 of either); the order of ATLAS's own rules takes no step more.
+    """
+    config = typed(f"--preset smoke --rounds 8 --strategy {strategy} --local-epochs 2 --batch-size 16 {words}")
+    options = train_options(config, with_images=False)
+    first, steps = num_head_steps(200, options), num_steps(200, options)
+    assert (first, steps - first) == (head, body)
+    if head:
+        moves = [{name for name in HEADS if options.moves(name, round=1, is_head_step=one)} for one in (True, False)]
+        of_head = {"head.classifier.weight"} if strategy == "fedpac" else set(HEADS[1:])
+        assert moves == [of_head, set(HEADS) - of_head]
+    assert num_steps(200, replace(options, personal_rounds=1), round=options.rounds) == 26, "all train in the last"
+
+
+def test_the_last_layer_moves_first_under_fedpac() -> None:
     config = validate(with_values(find_preset("smoke"), {"strategy": "fedpac"}))
     assert config.training.trained_parts == "head_then_rest"
     assert train_options(config, with_images=False).trained_parts == "last_layer_then_rest"
-
-
-def test_the_head_moves_in_the_first_half_of_a_round_and_the_rest_in_the_second() -> None:
-    options = TrainOptions(seed=0, trained_parts="head_then_rest")
-    moves = [[name for name in NAMES if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
-    assert moves == [["head.weight"], ["head.weight"], ["q.lora_A", "q.lora_B"]]

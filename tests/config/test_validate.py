@@ -95,7 +95,10 @@ FEDSA = {"strategy": "fedsa", "ranks": "8"}
         ({"own_share": 0.5}, "--own-share 0.5 mixes the sources of one task; set --one-task"),
         ({"client_sizes": (50,), "partition": "quantity"}, "--client-sizes and --partition quantity both say how much"),
         ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
-        ({"rating_cuts": (0.0,)}, "--rating-cuts needs tasks of values, such as movie_ratings, and 'movie' has none"),
+        (
+            {"rating_cuts": (0.0,)},
+            "--rating-cuts needs tasks of values .movie_ratings, metric=pearson., and 'movie' has none",
+        ),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
         # of methods
         ({"strategy": "fedit"}, "--strategy fedit averages factors of one rank, and --ranks budget may"),

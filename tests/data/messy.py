@@ -19,6 +19,7 @@ from atlas_fl.errors import AtlasError
 
 ROWS = [(f"text number {i}", "ab"[i % 2]) for i in range(20)]
 FRAME = pd.DataFrame(ROWS, columns=["text", "label"])
+SEVERAL = [(text, ("a;b", "b", "")[i % 3]) for i, (text, _) in enumerate(ROWS)]
 CYRILLIC = [(f"текст номер {i}", "ab"[i % 2]) for i in range(20)]
 JAPANESE = [(f"文、番号{i}", "ab"[i % 2]) for i in range(20)]
 CAFES = [(f"café {i}", "ab"[i % 2]) for i in range(20)]
@@ -50,7 +51,7 @@ def sheets(**tables: pd.DataFrame) -> bytes:
     return buffer.getvalue()
 
 
-def objects(rows: Any = ROWS) -> list[dict[str, str]]:
+def objects(rows: Any = ROWS) -> list[dict[str, Any]]:
     return [{"text": text, "label": label} for text, label in rows]
 
 
@@ -130,6 +131,16 @@ MESSY: dict[str, Messy] = {
         "numbers with a decimal comma", lines([("text", "0,5")] * 12, sep=";").encode(), ",metric=pearson"
     ),
     "one-class.csv": Messy("one class", lines([(text, "a") for text, _ in ROWS]).encode()),
+    "several.csv": Messy("several labels in a cell, or none", lines(SEVERAL).encode(), ",multi=;"),
+    "several-other.csv": Messy("the same, another character named", lines(SEVERAL).encode(), ",multi=pipe"),
+    "several-printed.csv": Messy(
+        "lists as Python prints them", lines([(text, "\"['a', 'b']\"") for text, _ in ROWS]).encode(), ",multi=comma"
+    ),
+    "several.jsonl": Messy(
+        "lists of labels",
+        jsonl([(text, label.split(";") if label else []) for text, label in SEVERAL]).encode(),
+        ",multi=comma",
+    ),
     "identifiers.csv": Messy("a label that is different in every row", lines([(t, t[5:]) for t, _ in ROWS]).encode()),
     "drawn.csv": Messy("some of its rows", PLAIN.encode(), ",rows=15"),
     "rows.csv.gz": Messy("packed", gzip.compress(PLAIN.encode(), mtime=0)),

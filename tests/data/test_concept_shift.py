@@ -180,7 +180,10 @@ def test_sources_with_and_without_pairs_are_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rating_cuts": (0.0,)}, "--rating-cuts needs tasks of values, such as movie_ratings, and 'three' has none"),
+        (
+            {"rating_cuts": (0.0,)},
+            "--rating-cuts needs tasks of values .movie_ratings, metric=pearson., and 'three' has none",
+        ),
         ({"flipped_clients": 0.5}, "--flipped-clients needs tasks of classes, and 'stars' has none"),
         ({"test_mix": "balanced"}, "--test-mix balanced needs tasks of classes of its own, and 'stars' has none"),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'three' has other classes than 'stars'"),

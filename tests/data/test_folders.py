@@ -174,6 +174,51 @@ def test_folders_without_enough_to_learn_are_refused(tmp_path: Path) -> None:
         parse_tasks(f"x={tmp_path / 'one'}")
 
 
+def test_each_folder_is_a_client_with_or_without_splits_and_one_may_lack_a_class(tmp_path: Path) -> None:
+    """`9` comes before `10`; of 43 images 20 train, 10 validate and 13 test."""
+    for split, count, first in (("train", 10, 0), ("val", 3, 20), ("test", 4, 30)):
+        for label in "ab":
+            write(tmp_path / "10" / split / label, count, first=first)
+    for label, count in (("a", 14), ("b", 14), ("c", 15)):
+        write(tmp_path / "9" / label, count, first=100)
+    for label in "ab":
+        write(tmp_path / "tiny" / label, 1, first=200)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "meta.csv").write_text("a,b\n1,2\n")
+    for pattern in ("", "/*"):
+        (task,) = parse_tasks(f"x={tmp_path}{pattern},client=file,least=3,size=4")
+        assert (task.label_names, task.clients) == (("a", "b", "c"), ("client-9", "client-10"))
+        data = task.load(NOWHERE)
+        assert [tuple(map(len, part.splits.values())) for part in data.clients] == [(20, 10, 13), (20, 6, 8)]
+        assert set(as_images(data.clients[1].train).label) == {0, 1}
+        assert as_images(data.train).size == (4, 4, 1)
+        assert data.notes == (
+            "names of clients: '9' is client-9, '10' is client-10",
+            f"2 files are left out, since they hold no images by class: {tmp_path / 'empty'}, {tmp_path / 'meta.csv'}",
+            "left out since they have fewer than 3 examples: 1 of 3 clients, tiny (2)",
+        )
+    assert set(as_images(load(f"x={tmp_path}/10,labels=c|b|a").train).label) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("client=file", "client 'tiny': task 'x' has no validation and no test rows .*leave small clients out with"),
+        ("client=hospital", "client=hospital, and images have no columns; write client=file for a folder of each"),
+        ("client=file,least=99", "no client of task 'x' has 99 examples, the most are 10; lower least="),
+        ("client=file,labels=a|c", "has a folder of images 'b', which is none of the classes that labels= declares"),
+        ("", "has no train split; .*add client=file where each folder is a client's"),
+    ],
+)
+def test_what_is_wrong_with_folders_of_clients_is_one_line(options: str, message: str, tmp_path: Path) -> None:
+    for name, count in (("big", 5), ("tiny", 1)):
+        for label in "ab":
+            write(tmp_path / name / label, count, first=10 * count)
+    here = tmp_path / "big" if options.startswith("client=h") else tmp_path
+    with pytest.raises((ConfigError, DataError), match=message):
+        load(f"x={here},{options}".removesuffix(","))
+
+
 def test_a_pipe_among_the_images_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("dog", "cat"):
         write(tmp_path / name, 20)

@@ -160,6 +160,7 @@ def test_declared_classes_keep_their_order_and_one_may_be_missing(tmp_path: Path
     assert set(task.load(NOWHERE).train.label.tolist()) == {0, 2}
     (only,) = find_tasks((), (f"t={write(tmp_path / 'one.csv', triage('a', 43, 'a'))},labels=a|b",))
     assert set(only.load(NOWHERE).train.label.tolist()) == {0}
+    assert [set(client.train.label) for client in clients_of(f"t={tmp_path / 'one.csv'},labels=a|b")] == [{0}] * 3
     (named,) = find_tasks((), ("t,labels=low|high",))
     assert named.label_names == ("low", "high")
     with pytest.raises(
@@ -286,6 +287,10 @@ def test_a_site_of_several_tasks_has_the_rows_of_the_simulation(own_file: bool, 
         (
             "client=hospital",
             "client 'tiny': task 't' has no validation and no test rows .* leave small clients out with",
+        ),
+        (
+            "client=hospital,group=hospital,least=9",
+            "no train and no .* five at the least and three groups in 'hospital', or",
         ),
         ("client=hospital,least=many", "least='many' of task 't' is no number of examples"),
         ("client=hospital,least=99", "no client of task 't' has 99 examples, the most are 43; lower least="),

@@ -77,7 +77,7 @@ def test_a_missing_column_names_those_that_exist() -> None:
 
 @pytest.mark.parametrize("value", [None, "", "  ", float("nan")])
 def test_a_missing_value_names_its_row(value: object) -> None:
-    with pytest.raises(DataError, match=r"row 2 of f has .* in column 'text'; allowed: a text or a number; mend"):
+    with pytest.raises(DataError, match=r"f has 1 problem: no value in 'text' .*in row 2; mend the file$"):
         texts({"text": ["a", value]}, "text", origin="f")
 
 
@@ -102,7 +102,7 @@ def test_a_folder_is_no_file_whatever_its_name(ending: str, tmp_path: Path) -> N
 
 
 def test_a_list_is_no_text() -> None:
-    with pytest.raises(DataError, match=r"row 1 of f has \['a'.* in column 'text'; allowed: a text or a number"):
+    with pytest.raises(DataError, match=r"f has 1 problem: neither a text nor a number in 'text' \(\['a'\]\) in row 1"):
         texts({"text": [["a"]]}, "text", origin="f")
 
 
@@ -184,5 +184,5 @@ def test_a_mark_before_the_first_line_of_jsonl_is_no_part_of_it(tmp_path: Path) 
 
 
 def test_half_a_character_names_its_row() -> None:
-    with pytest.raises(DataError, match=r"row 2 of here has .* in column 'text'"):
+    with pytest.raises(DataError, match=r"here has 1 problem: half a character in 'text' .* in row 2"):
         texts({"text": ["whole", "\ud800"]}, "text", origin="here")

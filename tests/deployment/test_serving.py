@@ -38,7 +38,7 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["kriging", "atlas", "fedpac", "classifier_collaboration"])
+@pytest.mark.parametrize("strategy", ["kriging", "atlas", "mta", "stb", "fedpac", "classifier_collaboration"])
 def test_what_has_a_message_is_served_and_has_workers(strategy: str) -> None:
     check_served(with_values(Config(), {"strategy": strategy}), SERVICE)
     for values in ({"workers": 2}, {"engine": "ray"}):

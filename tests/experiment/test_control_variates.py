@@ -6,32 +6,32 @@ import torch
 
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, make_optimizer
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.methods.scaffold import corrections
+from atlas_fl.methods.scaffold import corrections, shares_by_group
 
 TASKS = {"a": "movie", "b": "movie", "c": "trec"}
 
 
 def test_corrections_by_hand():
-    """c of A is (3 + 0 + 9) / 3 = 4, c's head has no other; a and b share a head, whose c is (2 + 0) / 2 = 1."""
+    """c of A is (3 + 0 + 2 * 9) / 4 = 5.25, c's head has no other; a and b share a head, whose c is (2 + 0) / 2 = 1."""
     controls = {
         "a": {"q.lora_A": torch.tensor([3.0]), "head.w": torch.tensor([2.0])},
         "c": {"q.lora_A": torch.tensor([9.0]), "head.w": torch.tensor([5.0])},
     }
-    made = corrections(controls, TASKS, ["a", "b", "c"])
+    made = corrections(controls, TASKS, ["a", "b", "c"], shares_by_group(TASKS, {"a": 10, "b": 10, "c": 20}))
     assert {name: {key: value.item() for key, value in one.items()} for name, one in made.items()} == {
-        "a": {"q.lora_A": 1.0, "head.w": -1.0},
-        "b": {"q.lora_A": 4.0, "head.w": 1.0},
-        "c": {"q.lora_A": -5.0, "head.w": 0.0},
+        "a": {"q.lora_A": 2.25, "head.w": -1.0},
+        "b": {"q.lora_A": 5.25, "head.w": 1.0},
+        "c": {"q.lora_A": -3.75, "head.w": 0.0},
     }
     assert all(value.dtype == torch.float32 for one in made.values() for value in one.values())
 
 
 def test_nobody_is_corrected_before_there_are_controls():
-    assert corrections({}, TASKS, ["a"]) == {}
+    assert corrections({}, TASKS, ["a"], {}) == {}
 
 
 def test_who_is_alone_is_not_corrected():
-    made = corrections({"a": {"w": torch.tensor([0.1, 1e-7])}}, {"a": "movie"}, ["a"])
+    made = corrections({"a": {"w": torch.tensor([0.1, 1e-7])}}, {"a": "movie"}, ["a"], {"": {"a": 1.0}})
     assert made["a"]["w"].tolist() == [0.0, 0.0]
 
 
@@ -66,7 +66,8 @@ def train(start, target, correction, *, steps):
 
 def one_round(x, controls, *, corrected=True):
     """The mean of the models, and the controls, after both clients have trained."""
-    sent = corrections(controls, dict.fromkeys(TARGETS, "t"), list(TARGETS)) if corrected else {}
+    shares = {"": dict.fromkeys(TARGETS, 1 / len(TARGETS))}
+    sent = corrections(controls, dict.fromkeys(TARGETS, "t"), list(TARGETS), shares) if corrected else {}
     done = {name: train(x, own, sent.get(name, {}), steps=STEPS[name]) for name, own in TARGETS.items()}
     mean = torch.stack([model for model, _ in done.values()]).mean(0)
     return mean, {name: control for name, (_, control) in done.items()}

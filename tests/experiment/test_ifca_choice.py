@@ -60,7 +60,7 @@ def model(value: float, head: float) -> dict[str, torch.Tensor]:
 
 
 def assembly_of(config: Config, tasks: dict[str, str]) -> Any:
-    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task)) for name, task in tasks.items()]
+    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task), train=()) for name, task in tasks.items()]
     return SimpleNamespace(config=config, clients=clients, names=tuple(tasks), drawn_from=())
 
 
@@ -89,10 +89,10 @@ class Chosen:
         return {name: int(label) for name, label in self.state.server_state[CLUSTERS].items()}  # type: ignore[union-attr, arg-type]
 
 
-def test_everyone_takes_the_model_with_the_least_loss_on_its_training_examples() -> None:
+def test_everyone_takes_the_model_with_the_least_loss_on_its_validation_examples() -> None:
     engine = table({"a": {0: 0.5, 1: 0.4}, "b": {0: 0.3, 1: 0.9}, "c": {0: 0.7, 1: 0.6}, "d": {0: 0.1, 1: 0.8}})
     choice, models = chosen(engine)
-    assert engine.splits == {"train"}
+    assert engine.splits == {"validation"}
     assert choice.labels == {"a": 1, "b": 0, "c": 1, "d": 0}
     now = choice.state.client_models
     assert now["a"] is models["c"], "adapters and head of a member of its task"

@@ -24,7 +24,7 @@ RESULT = frozenset({"kind", "number", "examples", "metrics", "loaded", "keys", "
 HEADS: Mapping[str, frozenset[str]] = {
     "register": frozenset(
         {
-            *("kind", "version", "config", "model", "device", "images", "left_out"),
+            *("kind", "version", "config", "model", "device", "images", "left_out", "multilabel"),
             *("vocabulary", "architecture", "tokenizer", "plugins"),
             *("task", "num_labels", "metric", "positive", "label_names", "max_length", "examples", "labels", "lengths"),
         }

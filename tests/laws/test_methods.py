@@ -11,7 +11,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.laws import LAWS, Trial, check_method
 from atlas_fl.methods.method import Aggregated, Method
-from atlas_fl.methods.registry import RULES
+from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.plugins import load_plugins, registrations
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples/plugins").glob("*.py"))
@@ -28,6 +28,23 @@ def test_methods_of_the_examples_obey_all_laws(example: Path) -> None:
     faults = [fault for method in registrations(pinned, "method").values() for fault in check_method(method)]
     load_plugins(())
     assert faults == []
+
+
+NO_PAPER = {
+    *("local", "local_prior", "linear_probe", "centralized", "fedavg_oracle"),
+    *("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "mr_mtl_cluster"),
+    *("kriging", "atlas", "atlas_laplacian", "atlas_no_laplacian", "atlas_pad", "atlas_truncate"),
+    *(method.rule for name, method in METHODS.items() if method.rule.startswith("fedavg_") and name != method.rule),
+    "classifier_collaboration",
+}
+"""References, variants and methods of this project, and rules that are a part of a published method."""
+
+
+def test_every_published_method_says_what_differs_from_its_paper() -> None:
+    told = {name: method.differs for name, method in [*RULES.items(), *METHODS.items()]}
+    assert {name for name, differs in told.items() if not differs} == NO_PAPER
+    for name, differs in told.items():
+        assert differs == differs.strip(" ;.") and "nothing" not in differs.split("; ")[1:], name
 
 
 class Unnormalised(FedAvg):

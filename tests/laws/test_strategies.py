@@ -28,18 +28,20 @@ BEGIN_IN_CLUSTERS = {"atlas", "kriging"}
 """Rules that average inside clusters only until they have measured, over all clients, who belongs together."""
 CLUSTERED = [name for name in RULES if find_method(name, **INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
 COMMUNICATING = [name for name in RULES if name != "local"]
+CUTS = {"bipartition_round": 0, "bipartition_norm": 48.0, "bipartition_ratio": 1.0}
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
-    {"gram_alpha": 8.0, "bipartition_ratio": 0.5, "tree_threshold": -1.0, **words}
+    # and no test would take any of them for neighbours
+    {"gram_alpha": 8.0, **CUTS, "tree_threshold": -1.0, "stb_zeta": 200.0, "stb_c": 0.0, **words}
     for words in (
         {"space": "product"},
-        {"space": "factors", "align": "truncate"},
+        {"space": "factors", "align": "truncate", "bipartition_norm": 12.0},
         {"laplacian": "metropolis", "layer_weighting": "importance", "gram_by": "layer"},
     )
 ]
 IDS = ["product", "truncate", "metropolis-by-layer"]
-OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph")
+OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph", "mta")
 """Rules that read more of the options than space and alignment: the Laplacian's, or `gram_by`."""
 
 
@@ -294,7 +296,7 @@ def test_heads_never_cross_tasks(name, options, federation):
     assert not matrix[tasks[:, None] != tasks[None, :]].any()
     other = {**updates, "trec-0": {**updates["trec-0"], "head.weight": updates["trec-0"]["head.weight"] + 1}}
     state = first_state(name, options, federation, models(100, ranks))
-    options = {**options, "bipartition_ratio": 1e-9}  # where CFL cuts once more follows from heads, too
+    options = {**options, "bipartition_norm": 1e9}  # where CFL cuts once more follows from heads, too
     first, second = (step(name, options, federation, one, state=state)[1] for one in (updates, other))
     assert all(torch.equal(first[c]["head.weight"], second[c]["head.weight"]) for c in CLIENTS[:3])
 

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.report.comparison_tables import shown
+from atlas_fl.report.comparison_tables import first_tables, shown
 from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.method_comparison import (
     MethodComparison,
@@ -22,6 +22,7 @@ from atlas_fl.report.method_comparison import (
     describe_runs,
     variance_in_tasks,
 )
+from atlas_fl.report.table import text_of
 
 Groups = Mapping[str, Sequence[Path]]
 
@@ -110,6 +111,10 @@ def test_intervals_of_a_users_own_data_are_over_draws_of_test_examples(groups) -
     assert comparison_sentence(one_seed).endswith(")") and "95% +0.08" in comparison_sentence(one_seed)
     level = compare_scores({"local": drawn["local"], "same": drawn["local"]}, control="local")
     assert shown(level.pairs["same"]) == "equal" and "within noise" in comparison_sentence(level)
+    for seeds in (1, 3):  # of two methods that end in the same models all draws are alike, and there is no interval
+        same = compare_scores(dict.fromkeys(("a", "b"), drawn["local"][:seeds]), control="a")
+        texts = [text_of(cell) for table in first_tables(same) for row in table.rows for cell in row]
+        assert any("±" in text for text in texts) and not any("±0.000" in text for text in texts)
     rows = drawn["atlas"][1:] + read["atlas"][:1]  # a row of a file has no draws
     assert not compare_scores({**drawn, "atlas": rows}, control="local").by_examples
 

@@ -57,3 +57,16 @@ def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make,
     assert changed and any(bool(change.any()) for change in changed.values())
     for key, change in changed.items():
         torch.testing.assert_close(correction[key], 0.1 * change, atol=1e-8, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["scaffold", "feddyn"])
+def test_theorems_about_sgd_are_compared_under_sgd(config: Make, finished: FinishedRuns, strategy: str) -> None:
+    """Beside FedAvg with the same steps: other models, of finite values, and an audit that passes."""
+    words = {"ranks": "4", "optimizer": "sgd", "clip": 0.0, "lr": 0.05, "space": "factors"}
+    folder, plain = (finished(config(strategy=name, name=name, **words)).folder for name in (strategy, "fedavg"))
+    passing_audit(folder, "corrected")
+    models = [load_file(one / "audit" / "round-0002" / "start.safetensors") for one in (folder, plain)]
+    assert all(bool(tensor.isfinite().all()) for model in models for tensor in model.values())
+    assert any(not torch.equal(models[0][key], models[1][key]) for key in models[0])
+    steps = [[row["steps"] for row in rows(one) if row.get("split") == "train"] for one in (folder, plain)]
+    assert steps[0] == steps[1]

@@ -38,6 +38,7 @@ TEXTS = {
     "classes": ("kind=text=text,label=label", "sort=text=text,label=label"),
     "numbers": ("rate=text=text,label=label,metric=pearson", "grade=text=text,label=label,metric=pearson"),
     "classes and numbers": ("kind=text=text,label=label", "rate=text=text,label=label,metric=pearson"),
+    "several labels": ("tags=text=text,label=tags,multi=semicolon", "marks=text=text,label=marks,multi=pipe"),
     "texts": ("next=text=ask,target=answer", "tell=target=text"),
     "texts and classes": ("next=text=ask,target=answer", "kind=text=text,label=label"),
     "images": ("digits", "pictures"),
@@ -67,12 +68,14 @@ KINDS: Mapping[str, Kind] = {
     "numbers": Kind("numbers", "bert"),
     "numbers by two layers": Kind("numbers", "roberta"),
     "classes and numbers by two layers": Kind("classes and numbers", "distilbert"),
+    "several labels": Kind("several labels", "roberta"),
     "no head": Kind("texts", "gpt2", WRITES),
     "no head, and one": Kind("texts and classes", "llama", WRITES),
     "adapters on images": Kind("images", "vit", (*SEEN, "--tune", "lora", *ADAPTERS)),
     "whole image models": Kind("images", "vit", (*SEEN, "--tune", "whole", "--local-steps", "2")),
     "whole text models": Kind("classes", "bert", ("--trainable", "full")),
     "whole models with heads of two layers": Kind("classes", "distilbert", ("--trainable", "full")),
+    "whole models of several labels": Kind("several labels", "bert", ("--trainable", "full")),
 }
 
 
@@ -103,6 +106,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sort": [{"text": " ".join(words), "label": "abc"[n % 3]} for words, n in zip(texts, numbers)],
         "rate": [{"text": " ".join(words), "label": n / 7 + 0.01} for words, n in zip(texts, numbers)],
         "grade": [{"text": " ".join(words), "label": n / 5 + 0.013} for words, n in zip(texts, numbers)],
+        "tags": [
+            {"text": " ".join(words), "tags": ";".join(tag for k, tag in enumerate("abc") if n >> k & 1)}
+            for words, n in zip(texts, numbers)
+        ],
+        "marks": [
+            {"text": " ".join(words), "marks": "|".join(mark for k, mark in enumerate("xy") if n % (k + 2))}
+            for words, n in zip(texts, numbers)
+        ],
         "next": [{"ask": " ".join(words), "answer": f"{words[-1]} {words[0]}"} for words in texts],
         "tell": [{"text": " ".join(words)} for words in texts],
     }

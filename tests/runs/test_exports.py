@@ -50,6 +50,8 @@ TASKS: Mapping[str, str] = {
     "next": "text=ask,target=answer",
 }
 """Classes, pairs, a regression and texts to be written, each with what is said of its file."""
+MULTILABEL: Mapping[str, str] = {"tags": "text=text,label=tags,multi=;"}
+"""Apart, since class frequencies do not go with it."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "fedavg_dynamic": {"proximal_mu": 0.1, "space": "factors"},
     **{name: {"space": "factors"} for name in ("fedavg_stacked", "fedavg_with_residual")},
@@ -85,6 +87,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for t, o, n in zip(texts, reversed(texts), numbers)
         ],
         "grade": [{"text": t, "score": n / 40 + 0.01 * i / 160} for i, (t, n) in enumerate(zip(texts, numbers))],
+        "tags": [
+            {"text": t, "tags": ";".join(name for k, name in enumerate(("old", "new", "big")) if n >> k & 1)}
+            for t, n in zip(texts, numbers)
+        ],
         "next": [{"ask": t, "answer": f"w{n} w{(n + 1) % 40}"} for t, n in zip(texts, numbers)],
     }
     for name, table in tables.items():
@@ -110,7 +116,8 @@ def small(
             **{"samples": 12, "validation_samples": 6, "test_samples": 8, "lr": 0.02, "clusters": "oracle"},
         }
         base = config(**{**usual, **values})
-        sources = tuple(f"{name}={files / name}.csv,{TASKS[name]}" for name in tasks)
+        columns = {**TASKS, **MULTILABEL}
+        sources = tuple(f"{name}={files / name}.csv,{columns[name]}" for name in tasks)
         data = replace(base.data, tasks=(), task=sources)
         writes = "next" in tasks
         if family in SIZES:
@@ -167,7 +174,13 @@ def plain_loss(model: nn.Module, added: Tensor | float, client: ClientData, base
                 continue
             inputs = tokenizer(text, pair, return_tensors="pt", truncation=True, max_length=MAX_LENGTH)
             logits = model(**inputs).logits + added
-        label = torch.tensor([test.label[i]])
+        label = torch.tensor(test.label[i : i + 1])
+        if client.task.multilabel:
+            assert model.config.problem_type == "multi_label_classification"
+            with torch.no_grad():  # transformers' own loss of that type
+                losses.append(float(model(**inputs, labels=label).loss))
+            weights.append(1)
+            continue
         loss = mse_loss(logits[:, 0], label) if client.task.is_regression else cross_entropy(logits, label)
         losses.append(float(loss))
         weights.append(1)
@@ -211,7 +224,7 @@ def check(config: Config) -> RunResult:
         client = clients[name]
         score = image_loss if client.task.images else plain_loss
         assert score(model, added, client, config.model.model) == pytest.approx(loss, abs=1e-5, rel=1e-5), name
-        if client.task.has_classes:
+        if client.task.num_labels > 1:
             assert tuple(model.config.id2label.values()) == client.task.label_names
     return result
 
@@ -280,6 +293,7 @@ def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family
     """Under class frequencies of each client's own, which some heads can hold and others cannot."""
     tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
     check(small(family, tasks, strategy="fedavg_prior", keep="best"))
+    check(small(family, tuple(MULTILABEL), name="tags"))
 
 
 @pytest.mark.slow
@@ -303,6 +317,7 @@ STOCK: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Any]]] = {
     "pairs and numbers": ("modernbert", ("kind", "same", "grade"), {"strategy": "fedavg_prior", "keep": "best"}),
     "measured": ("deberta-v3", ("kind",), {"strategy": "kriging", "measure_round": 1, "ranks": "budget"}),
     "gates": ("deberta-v2", ("kind",), {"strategy": "fedalt", "ranks": "4"}),
+    "several labels": ("modernbert", ("tags", "kind"), {"strategy": "atlas"}),
     "features by class": ("albert", ("kind", "same"), {"strategy": "fedpac", "fingerprint_blocks": 1}),
     "one adapter": ("falcon", ("kind", "grade"), {"strategy": "multitask"}),
     "an encoder's and a decoder's classes": ("t5", ("kind",), {"fingerprint": "delta", "dropout": 0.1}),
@@ -338,6 +353,8 @@ WHOLE: Mapping[str, Any] = {
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: str) -> None:
     check(small(family, ("kind", "same", "grade"), strategy="fedavg_cluster_prior", **WHOLE))
+    of_two_rounds = NEEDED["fedavg_cluster_ft"]
+    check(small(family, ("tags",), strategy="fedavg_cluster_ft", name="tags", **WHOLE, **of_two_rounds))
 
 
 _WHOLE_IMAGES = {"strategy": "fedavg_cluster_prior", "local_steps": 2, "lr": 0.02, "momentum": 0}

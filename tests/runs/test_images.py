@@ -206,7 +206,7 @@ def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Ma
     told = list[object]()
     result = run_config(config(nc="2", samples=20, sparsity=0.5, rounds=1, audit=False), on_event=told.append)
     wanted = (
-        "digits: 160 training examples over 8 clients, 20 each, of 2 of 10 classes; labels 0.",
+        "digits: 160 training examples over 8 clients, 20 each (",
         "without --mask there is no mask, and --sparsity 0.5 does nothing",
     )
     notes = [event.text for event in told if isinstance(event, Note)]

@@ -20,7 +20,7 @@ SMALL: Mapping[str, Any] = {
 }
 """Steps so large that scores tell what a method does. Packs of one, so that sums do not follow the clients' order; they
 make every example a pass of its own, so that few are scored."""
-OF_CLIENTS = ("trained_parts", "prior_correction", "proximal_mu", "personal_rounds")
+OF_CLIENTS = ("trained_parts", "head_epochs", "rate_factor", "prior_correction", "proximal_mu", "personal_rounds")
 """Settings of a method that say how a client trains by itself."""
 NOT_LOCAL_ALONE = {
     **dict.fromkeys(("centralized", "multitask"), "its one client has another name, and so other draws"),
@@ -83,7 +83,7 @@ BEGIN_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
     ),
     "flora": ({**FEDIT, "strategy": "flora"}, FEDIT),
     "fedex": ({**FEDIT, "strategy": "fedex"}, FEDIT),
-    "fedsvd": ({**FEDIT, "strategy": "fedsvd"}, {**FEDAVG, "trained_parts": "B"}),
+    "fedsvd": ({**FEDIT, "strategy": "fedsvd"}, {**FEDAVG, "trained_parts": "B", "rate_factor": 4.0}),
     "fedmomentum": ({**FEDIT, "strategy": "fedmomentum"}, {**FEDIT, "strategy": "flexlora"}),
 }
 """Methods that have nothing to correct in round one, each with the one that it then is."""

@@ -4,14 +4,18 @@ import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Rows, Source, load_task
 from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.plan import read_plan
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -19,9 +23,18 @@ from tests.runs.federation import Federation, adapters
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit
+from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.workers import check_same
 
 HOSPITALS = {"Mary": (0, 60), "north": (60, 160), "south": (160, 300)}
 COLUMNS = "text=note,label=triage"
+LABELS = "text=note,label=topics,multi=;"
+"""Several labels a row: the class and the first word, or none."""
+
+
+def topics_of(text: str, label: str) -> str:
+    first = text.split()[0].lower()
+    return "" if first == "name" else ";".join([label, *[word for word in ("what", "who") if word == first]])
 
 
 def write_hospitals(folder: Path) -> None:
@@ -37,27 +50,30 @@ def write_hospitals(folder: Path) -> None:
     by_hospital["south"] += [row for row in rows[300:] if row[1] == "ABBR"][:9]
     with (folder / "hospitals.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(("note", "triage", "hospital"))
-        table.writerows((*row, name) for name, own in by_hospital.items() for row in own)
+        table.writerow(("note", "triage", "topics", "hospital"))
+        table.writerows((*row, topics_of(*row), name) for name, own in by_hospital.items() for row in own)
     for name, own in {**by_hospital, "new": [row for row in rows[300:360] if row[1] != "ABBR"]}.items():
         with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("note", "triage", "hospital"), *((*row, name) for row in own)])
+            csv.writer(file).writerows(
+                [("note", "triage", "topics", "hospital"), *((*row, topics_of(*row), name) for row in own)]
+            )
 
 
 @pytest.fixture
 def hospitals(config: Make, tmp_path: Path) -> Callable[..., Config]:
     write_hospitals(tmp_path)
-    task = f"triage={tmp_path}/hospitals.csv,{COLUMNS},client=hospital"
     given = {
         "tasks": (),
-        "task": (task,),
         "devices": ("laptop_8gb",),
         "clients_per_task": 3,
         "rounds": 2,
         "pack_tokens": 1,
     }
     whole = {"samples": "none", "validation_samples": "none", "test_samples": "none"}
-    return lambda **values: with_values(config(), {**given, **whole, **values})
+    own = "triage={}/hospitals.csv,{},client=hospital"
+    return lambda columns=COLUMNS, **values: with_values(
+        config(), {**given, **whole, "task": (own.format(tmp_path, columns),), **values}
+    )
 
 
 @pytest.fixture
@@ -71,23 +87,29 @@ def federation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "server_task"),
-    [("fedavg", ""), ("atlas", "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM")],
+    ("values", "server_task"),
+    [
+        ({"strategy": "fedavg"}, ""),
+        ({"strategy": "atlas"}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM"),
+        ({"strategy": "atlas", "columns": LABELS}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM|what|who,multi=;"),
+        ({"strategy": "fedavg", "columns": LABELS, "split": "north=1"}, ""),
+    ],
 )
 def test_three_sites_end_with_the_bits_of_one_csv(
-    federation: Callable[..., Federation], strategy: str, server_task: str, tmp_path: Path
+    federation: Callable[..., Federation], values: dict[str, str], server_task: str, tmp_path: Path
 ) -> None:
     """Of a server with the file, and of one that names the classes alone; a site has its own rows, or takes them."""
-    fed = federation(strategy=strategy)
+    fed = federation(**values)
+    columns = values.get("columns", COLUMNS)
     if server_task:
         (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": (server_task,)})))
     server, port = fed.serve()
-    whole = f"triage=hospitals.csv,{COLUMNS},client=hospital"
-    tasks = {"Mary": whole, **{name: f"triage={name}.csv,{COLUMNS}" for name in ("north", "south")}}
+    whole = f"triage=hospitals.csv,{columns},client=hospital"
+    tasks = {"Mary": whole, **{name: f"triage={name}.csv,{columns}" for name in ("north", "south")}}
     sites = [
         fed.programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", task, "--device", "laptop_8gb"),
-            *("--least-examples", "2"),
+            *("--least-examples", "2", "--allow", "cut", "labels"),
             folder=tmp_path,
         )
         for name, task in tasks.items()
@@ -110,7 +132,7 @@ def two_tasks(hospitals: Callable[..., Config], tmp_path: Path) -> Callable[...,
     """The questions of north and south, of two tasks by their classes; south's own rows lie in south-notes.csv too."""
     kind_of = {label: kind for kind, labels in KINDS.items() for label in labels}
     with (tmp_path / "hospitals.csv").open(newline="") as file:
-        given = [row for row in csv.reader(file) if row[1] in kind_of and row[2] != "Mary"]
+        given = [[*row[:2], row[3]] for row in csv.reader(file) if row[1] in kind_of and row[3] != "Mary"]
     rows = [[*row, kind_of[row[1]]] for row in given]
     south = [row for row in rows if row[2] == "south"]
     new = [[f"Well {note}", *more] for note, *more in south]
@@ -181,6 +203,19 @@ def test_a_late_client_of_a_site_a_newcomer_and_an_export(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("values", [{"strategy": "kriging"}, {"split": "north=1,south=2", "head": "client"}], ids=str)
+def test_several_labels_end_with_the_same_bits_in_workers_and_in_sessions(
+    hospitals: Callable[..., Config], finished: FinishedRuns, values: dict[str, str]
+) -> None:
+    run = finished(hospitals(LABELS, **values)).folder
+    check_same(run, run_config(hospitals(LABELS, name="workers", workers=2, **values)).folder)
+    check_same_runs(run, in_sessions(hospitals(LABELS, name="sessions", max_rounds=1, **values)).folder)
+    (task,) = read_json(RunFolder(run).summary)["tasks"].values()
+    assert task["metric"] == "micro f1"
+    assert {"ABBR", "what", "who"} <= task["classes"].keys()
+
+
+@pytest.mark.slow
 def test_a_class_that_the_server_lacks_is_one_line(federation: Callable[..., Federation], tmp_path: Path) -> None:
     fed = federation()
     (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": ("triage,labels=DESC|HUM",)})))
@@ -209,3 +244,29 @@ def test_a_late_hospital_a_newcomer_and_an_export(
     for task in ("triage", hospitals().data.task[0]):
         with pytest.raises(ConfigError, match=r"a newcomer is one client, and task 'triage' names 3 \(Mary, north"):
             place_client(run, task=task)
+
+
+@pytest.mark.slow
+def test_folders_of_images_train_as_clients_and_a_folder_is_placed(image_config: Make, tmp_path: Path) -> None:
+    """North keeps its test images, south lacks a class, tiny has too few; a newcomer lacks a class, too."""
+    draw = np.random.default_rng(0)
+    counts = {"north/train": (12, 12), "north/test": (4, 4), "south": (30,), "west": (20, 20), "tiny": (1, 1)}
+    for place, of_classes in {**counts, "../new": (20,)}.items():
+        for number, count in enumerate(of_classes):
+            folder = tmp_path / "sites" / place / "ab"[number]
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = draw.integers(0, 90, (10 + number, 12), dtype=np.uint8) + np.uint8(90 * number)
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    whole = {"samples": "none", "validation_samples": "none", "test_samples": "none", "nc": "iid"}
+    given = {"tasks": (), "task": (f"xray={tmp_path}/sites,client=file,least=5,size=8",), "clients_per_task": 3}
+    config = image_config(
+        **whole, **given, participation=1.0, strategy="fedavg_cluster", trainable="lora", clusters="2"
+    )
+    run = run_config(config).folder
+    passing_audit(run)
+    assert sorted(adapters(run)) == ["north", "south", "west"]
+    plan = read_plan(RunFolder(run), RunFolder(run).plan)
+    assert [row["labels"]["b"] > 0 for row in plan.data] == [True, False, True]
+    assert any("fewer than 5 examples: 1 of 4 clients, tiny (2)" in note for note in plan.notes)
+    assert place_client(run, task=f"xray={tmp_path}/new,size=8").name == "xray-3"

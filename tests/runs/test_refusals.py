@@ -77,6 +77,15 @@ ATLAS: Rows = (
     ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
 )
 SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"
+MTA: Rows = (
+    (
+        {"share": "A+B"},
+        "--strategy mta_minimax compares all that clients train, and --share A B leaves a part of it out",
+    ),
+    ({"measure_round": 5}, "--measure-round 5 is after the last aggregation of --strategy mta_minimax; set an earlier"),
+    ({"mta_similarity": "measured"}, "--mta-similarity is measured, and --strategy mta_minimax is"),
+    ({"mta_gamma": 0}, "^--mta-gamma is 0.0; allowed: above 0"),
+)
 FEDADAM: Rows = (
     ({"space": "factors", "devices": ("small", "workstation"), "device": SMALL}, "^--strategy fedadam needs one rank"),
     ({"within": "clusters", "recluster_every": 2}, "^--strategy fedadam --within clusters has moments of each"),
@@ -117,6 +126,7 @@ REFUSED: Sequence[tuple[Mapping[str, Any], Rows]] = (
     ({**FACTORS, "tasks": "movie"}, SECOND_MODELS),
     ({"strategy": "kriging", "measure_round": 2}, KRIGING),
     ({"strategy": "atlas", "measure_round": 2}, ATLAS),
+    ({"strategy": "mta_minimax", "measure_round": 2}, MTA),
     ({"strategy": "fedadam"}, FEDADAM),
     ({"rerank": True, "recluster_every": 1, "eta": 0.3, "adapter_bytes": 8_500}, RERANK),
     ({}, (*OF_ATTACKS, *OF_LATE_CLIENTS, *OTHERS)),

@@ -102,11 +102,19 @@ def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: 
         for k in range(3):
             others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
             assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
+            if key.startswith("head."):
+                continue
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
     key = next(key for key in start if key.startswith("movie-0/") and key.endswith("lora_A"))
     exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
     assert exported.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
     assert anchor.keys() == start.keys()
+
+
+def test_a_head_that_fedalt_never_shares_is_neither_sent_nor_billed(config: Make) -> None:
+    folder = run_config(config(**PLAIN, strategy="fedalt")).folder
+    assert {row["kind"] for row in rows(folder, "ledger")} >= {"adapter"}
+    assert not [row for row in rows(folder, "ledger") if row["kind"] == "head"]
 
 
 @pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])

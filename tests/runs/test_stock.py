@@ -3,6 +3,7 @@
 Scores, exports and methods are in `tests/runs/test_exports.py`, parity with plain PEFT in `tests/parity/test_stock.py`.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.errors import AtlasError, ConfigError, ModelError
+from atlas_fl.config import Config
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.deployment.service import client_check
+from atlas_fl.errors import AtlasError, ConfigError, ModelError, ProtocolError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.models.stock import NOTE
 from atlas_fl.planning.plan import read_plan
 from atlas_fl.planning.planner import measure_leakage
-from atlas_fl.setup.assembly import NEEDS_PACKS
+from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_metadata
+from atlas_fl.setup.assembly import NEEDS_PACKS, assemble, backbone_of
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.stock_folders import save_stock_folder
 from tests.models.tiny_vision import save_tiny
@@ -131,3 +136,38 @@ def test_a_model_of_convolutions_alone_is_refused_with_what_to_do(image_config: 
     resnet = save_tiny(tmp_path / "resnet", "resnet")
     with pytest.raises(ModelError, match=r"\(resnet\) has no linear layer in its blocks, .* or --tune whole"):
         run_config(image_config(model=str(resnet), tune="lora", image_size=32))
+
+
+@pytest.mark.parametrize(
+    ("server_tasks", "site_tasks", "words"),
+    [
+        (
+            "next",
+            "kind",
+            "task 'kind' of site has labels, and this model writes text and has no head for them; bring a",
+        ),
+        ("kind", "next", "task 'next' of site is to write text, and no task of the settings does; bring"),
+    ],
+)
+def test_a_site_of_another_kind_of_task_is_refused(
+    config: Make, tmp_path: Path, server_tasks: str, site_tasks: str, words: str
+) -> None:
+    """Before it is planned: a stock model is loaded for labels or for text to write, not both."""
+    rows = [f"w{n} w{n % 7} w{n % 5},{'ab'[n % 2]},w{n % 3}" for n in range(120)]
+    (tmp_path / "table.csv").write_text("\n".join(["text,label,answer", *rows]))
+
+    def settings(task: str) -> Config:
+        folder = save_stock_folder(tmp_path / task, "gemma2", writes=task == "next")
+        small = config(model=str(folder), clients_per_task=1)
+        return replace(small, data=replace(small.data, tasks=(), task=(f"{task}={tmp_path}/table.csv,{TABLES[task]}",)))
+
+    server = settings(server_tasks)
+    site = assemble(settings(site_tasks))
+    (client,) = site.clients
+    metadata = read_metadata(json.loads(json.dumps(metadata_of(client, site.site.data[client.name]))))
+    backbone = backbone_of(server, find_tasks((), server.data.task))
+    check = client_check(server, backbone, most_tokens=64)
+    with pytest.raises(ProtocolError) as caught:
+        check("site", metadata, site.devices[0])
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)

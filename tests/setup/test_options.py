@@ -2,7 +2,7 @@
 
 import pytest
 
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.setup.options import paper_notes, train_options, warmup_options
 
@@ -36,17 +36,26 @@ AS_IN_THE_PAPER = {"strategy": "fedavg", "optimizer": "sgd", "clip": 0, "norm_bo
     ("values", "tasks", "is_full", "words"),
     [
         ({}, ["movie"], True, None),
-        ({}, ["movie"], False, "adapters and heads train, not whole models (--trainable full)"),
+        ({}, ["movie"], False, "adapters and heads train, not whole models"),
         ({}, ["movie", "trec"], True, "tasks have heads of their own, averaged inside their task"),
         ({"optimizer": "auto"}, ["movie"], True, "clients train with AdamW (--optimizer sgd)"),
         ({"clip": 2}, ["movie"], True, "gradients are clipped at 2 (--clip 0)"),
         ({"norm_bound": "clip"}, ["movie"], True, "an update that is far larger than others is bounded"),
         ({"max_share": 0.5}, ["movie"], True, "no client weighs more than 0.5 (--max-share 1)"),
         ({"strategy": "atlas", "clip": 2}, ["movie"], True, None),
+        (
+            {"strategy": "fedex", "ranks": "8", "clip": 2},
+            ["movie"],
+            False,
+            "averages are weighted by examples, there eq",
+        ),
+        ({"strategy": "fedit", "ranks": "8"}, ["movie"], False, None),
+        ({"strategy": "fedsa", "ranks": "8"}, ["movie", "trec"], False, None),
+        ({"strategy": "krum"}, ["movie"], False, "adapters and heads train, not whole models; what is aggregated are"),
     ],
 )
-def test_the_plan_says_what_differs_between_fedavg_and_its_paper(values, tasks, is_full, words) -> None:
-    config = with_values(Config(), {**AS_IN_THE_PAPER, **values})
+def test_the_plan_says_what_differs_between_a_method_and_its_paper(values, tasks, is_full, words) -> None:
+    config = validate(with_values(Config(), {**AS_IN_THE_PAPER, **values}))
     lines = paper_notes(config, find_tasks(tasks), is_full=is_full)
-    start = "fedavg weighs by examples as in McMahan et al. 2017; other than there "
+    start = f"{config.mixing.strategy}, other than in its paper: "
     assert [line.removeprefix(start)[: len(words or "")] for line in lines] == ([words] if words else [])

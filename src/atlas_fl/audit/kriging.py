@@ -6,6 +6,7 @@ Kriging's rows are computed again from the halves that each client reported, in 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,8 @@ SHORTEST = 1e-6
 
 Halves = dict[str, Models]
 """By half the models that clients reported, by client."""
+Predict: TypeAlias = Callable[[Step, Sequence[int], np.ndarray, np.ndarray], np.ndarray]
+"""(step, members, first halves, second halves) -> the members' rows; halves are (members, values), as changes."""
 
 
 class Since(Averaging):
@@ -95,12 +98,23 @@ class ByDirections(Since):
         return step.row({one: weight / sum(kept) for one, weight in zip(members, kept, strict=True)})
 
 
+def by_kriging(step: Step, members: Sequence[int], first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Predictions by covariances and noise, with no weight of another above the bound."""
+    known = _without_negative((first @ second.T + second @ first.T) / 2)
+    noise = np.square(first - second).sum(axis=1) / 4
+    examples = np.array([step.plan.examples[one] for one in members])
+    rows = [prediction_row(k, known, noise, examples) for k in range(len(members))]
+    return np.array([_cap_shares(step, row, k) for k, row in enumerate(rows)])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Kriging(Since):
-    """Rows by predictions from split halves, and before there are any from the clusters' models."""
+class FromHalves(Since):
+    """Rows by what split halves say, and before there are any, with clusters, from the clusters' models."""
 
     within: str = "settings"
-    """`clusters`, or `settings` for what these say."""
+    """`clusters`, `all`, or `settings` for what these say."""
+    predict: Predict = by_kriging
+    """The rows of those who are measured and are not averaged."""
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The prediction, or the average where clients or clusters differ by less than their noise."""
@@ -116,9 +130,12 @@ class Kriging(Since):
             return MEAN.row(step, k, key)
         if self._is_averaged(step, reports, keys, key, k=k):
             return CLUSTER_MEAN.row(step, k, key)
-        rows = step.once(("predicted", tuple(members), keys), lambda: _predict(step, reports, members, keys))
-        weights = _cap_shares(step, rows[members.index(k)], members.index(k))
-        return step.row(dict(zip(members, weights, strict=True)))
+        rows = step.once(("predicted", tuple(members), keys), lambda: self._predict(step, reports, members, keys))
+        return step.row(dict(zip(members, rows[members.index(k)], strict=True)))
+
+    def _predict(self, step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
+        first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
+        return self.predict(step, members, first, second)
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The average of a client that nothing is known of: that of its cluster, where it has one."""
@@ -145,7 +162,7 @@ class Kriging(Since):
         return step.round >= (first if first <= max(1, aggregated) else -(-aggregated // 3))
 
     def _is_clustered(self, step: Step) -> bool:
-        return "clusters" in (self.within, step.run.settings.robust.within)
+        return "clusters" in (self.within, step.run.settings.robust.within) and self.within != "all"
 
     def _is_averaged(
         self, step: Step, reports: Halves, keys: tuple[str, ...], key: str, *, k: int | None = None
@@ -232,14 +249,6 @@ def _noise_and_variance(
     pairs = combinations(range(len(members)), 2)
     between = np.mean([(first[i] - first[j]) @ (second[i] - second[j]) for i, j in pairs]) / 2
     return float(np.square(first - second).sum() / 4 / len(members)), float(between)
-
-
-def _predict(step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
-    first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
-    known = _without_negative((first @ second.T + second @ first.T) / 2)
-    noise = np.square(first - second).sum(axis=1) / 4
-    examples = np.array([step.plan.examples[one] for one in members])
-    return np.array([prediction_row(k, known, noise, examples) for k in range(len(members))])
 
 
 def _between_and_inside(

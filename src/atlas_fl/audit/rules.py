@@ -6,7 +6,8 @@ from functools import partial
 from atlas_fl.audit import averages
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
 from atlas_fl.audit.class_features import HeadsByFeatures
-from atlas_fl.audit.kriging import ByDirections, Kriging
+from atlas_fl.audit.kriging import ByDirections, FromHalves
+from atlas_fl.audit.mean_estimation import by_james_stein, by_multi_task_averaging, by_similarity_tests
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import (
     Dynamic,
@@ -26,6 +27,7 @@ from atlas_fl.errors import CheckpointError
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
 BY_DISTANCE, OF_OTHERS, DYNAMIC, BY_FEATURES = MeanByDistance(), MeanOfOthers(), Dynamic(), HeadsByFeatures()
 BY_RANK, ORTHONORMAL, ROTATED = RankPartitions(), Orthonormal(), Rotated()
+MULTI_TASK = FromHalves(within="all", predict=by_multi_task_averaging)
 STACKED, WITH_RESIDUAL, WITH_REST = (ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
 
 RULES: Mapping[str, Formula] = {
@@ -62,8 +64,11 @@ RULES: Mapping[str, Formula] = {
     "cfl": Bipartition(),
     "ifca": Choice(),
     "fedtreelora": Tree(),
-    "kriging": Kriging(),
-    "atlas": Kriging(within="clusters"),
+    "kriging": FromHalves(),
+    "atlas": FromHalves(within="clusters"),
+    **dict.fromkeys(("mta", "mta_minimax", "empirical_bayes"), MULTI_TASK),
+    "james_stein": FromHalves(within="all", predict=by_james_stein),
+    "stb": FromHalves(within="all", predict=by_similarity_tests),
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atlas_fl.audit.averages import MEAN
 from atlas_fl.audit.class_features import class_means
-from atlas_fl.audit.dense import arrays, numbers, same_tensors
+from atlas_fl.audit.dense import arrays, bound_weights, numbers, same_tensors
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Flat, Models, Run, reading
@@ -52,7 +52,8 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
     """(the check, the file's name, what was to be sent) of every kind that the settings ask for."""
     training, formula = run.settings.training, formula_of(run)
     if training.control_variates:
-        yield "corrected", "correction", partial(_control_correction, plan, run.models_if_any(round - 1, "control"))
+        controls, bound = run.models_if_any(round - 1, "control"), run.settings.robust.max_share
+        yield "corrected", "correction", partial(_control_correction, plan, controls, bound)
     if (correction := formula.correction) is not None:
         values = arrays(state)
         yield "corrected", "correction", lambda k: (correction(run, plan.clients[k], values), {})
@@ -60,17 +61,18 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
         yield "aligned", "centroids", lambda k: (class_means(plan, k, state), {})
 
 
-def _control_correction(plan: AuditPlan, controls: Models, k: int) -> tuple[Values, Values]:
-    """SCAFFOLD: the mean of the controls that client k meets, less its own; and the sums of these controls."""
+def _control_correction(plan: AuditPlan, controls: Models, bound: float, k: int) -> tuple[Values, Values]:
+    """SCAFFOLD: the mean by examples of the controls that client k meets, less its own; and that mean."""
     wanted: dict[str, np.ndarray] = {}
     sums: dict[str, np.ndarray] = {}
     own = controls.get(plan.clients[k], {})
     for key in sorted({key for params in controls.values() for key in params}):
-        met = [name for other, name in enumerate(plan.clients) if plan.may_meet(k, other, key)]
-        values = [numbers(controls[name][key]) for name in met if key in controls.get(name, {})]
-        if values:
+        met = [other for other in range(len(plan.clients)) if plan.may_meet(k, other, key)]
+        shares = bound_weights([plan.examples[other] for other in met], bound)
+        known = [(share, controls.get(plan.clients[other], {})) for share, other in zip(shares, met, strict=True)]
+        if values := [share * numbers(control[key]) for share, control in known if key in control]:
             sums[key] = np.asarray(sum(values))
-            wanted[key] = sums[key] / len(met) - (numbers(own[key]) if key in own else 0.0)
+            wanted[key] = sums[key] - (numbers(own[key]) if key in own else 0.0)
     return wanted, sums
 
 

@@ -48,15 +48,18 @@ class Bipartition(ByUpdates):
         labels = labels_in(step.state, step.plan, None)
         keys = step.compared(step.trained, clients, lambda _: True)
         products = step.products(clients, keys, step.before, step.trained)
-        result = list(labels)
-        for label in sorted(set(labels)):
+        result, settings = list(labels), step.run.settings
+        server, last = settings.server, settings.training.rounds - settings.mixing.personal_rounds
+        is_early = step.round <= server.bipartition_round and 4 * (step.round - 1) < last
+        for label in () if is_early else sorted(set(labels)):
             inside = [k for k in clients if labels[k] == label]
-            if len(inside) < 2 or step.there(inside) != inside:
+            if len(inside) < 3 or step.there(inside) != inside:
                 continue
             shares, among = np.array(step.shares(inside)), products[np.ix_(inside, inside)]
             mean = float(shares @ among @ shares)
             largest = np.sqrt(np.diag(among).max())
-            if np.sqrt(max(mean, 0.0)) < step.run.settings.server.bipartition_ratio * largest:
+            least = server.bipartition_ratio * server.bipartition_norm
+            if largest > server.bipartition_norm and np.sqrt(max(mean, 0.0)) < least:
                 free = max(result) + 1
                 for one in _part_without_first(cosines(among)):
                     result[inside[one]] = free

@@ -199,7 +199,7 @@ def _tasks() -> Lines:
 
     yield "task", "labels", "metric", "length", "note"
     for task in TASKS.values():
-        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "number"
+        labels = str(task.num_labels) if task.num_labels > 1 else "text" if task.writes else "number"
         yield task.name, labels, task.metric_name, "-" if task.images else str(task.max_length), task.note
 
 
@@ -230,6 +230,7 @@ def _strategies(alone: str | None = None) -> Lines:
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
         lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
         lines += [] if method is None else [f"rule: {rule.name}"]
+        lines += [f"differs from its paper: {differs}"] if (differs := (method or rule).differs) else []
         yield name, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 

@@ -162,7 +162,7 @@ def _tune(base: Config, options: CompareOptions) -> tuple[TunedMethod, ...]:
         base,
         options.strategies,
         number=options.trials,
-        lr=learning_rate_of(base, with_images=images),
+        lr=learning_rate_of(base, with_images=images) / base.training.rate_factor,
         run_points=lambda points: [folder for _, folder in _run(points, jobs=options.jobs)],
         score=options.score,
     )

@@ -188,7 +188,7 @@ def scores_of(
     concatenated = np.concatenate(outputs)
     if task.writes:
         return writing_scores(concatenated), {}
-    is_counted = split == "test" and task.has_classes
+    is_counted = split == "test" and task.num_labels > 1
     return scores(task, labels, concatenated), by_class(labels, concatenated) if is_counted else {}
 
 

@@ -5,7 +5,7 @@ many clients' data; deployed, a site holds the data of one client and gets one j
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -164,10 +164,6 @@ class Update:
     round's steps, float32; `class_features` and `halves` (`TrainOptions.report`)."""
     kept: Trees = field(default_factory=dict)
     """Tensors that the client keeps for its next round, by kind: `momentum`, `gate`."""
-
-    def with_steps(self, further: float) -> "Update":
-        """The answer with so many more optimizer steps, such as those of a second model."""
-        return replace(self, metrics={**self.metrics, "steps": self.metrics["steps"] + further}) if further else self
 
     def beside_model(self) -> dict[str, Tensor]:
         """Tensors that it carries beside the model, by their kind and name."""

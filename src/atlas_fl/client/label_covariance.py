@@ -4,9 +4,9 @@ A fingerprint of gradients says which texts a client has, and makes two tasks of
 
     C = 1/n sum_i (y_i - mean y) (x_i - mean x)^T
 
-of labels y (one-hot, or the number itself) with features x, the mean over a text's tokens of the frozen model's last
-hidden states, is free of what all texts of a client have in common. Clients whose C have one direction want one head:
--C is the gradient of the squared loss of a linear head on x that answers mean y.
+of labels y (one-hot, each of several labels, or the number itself) with features x, the mean over a text's tokens of
+the frozen model's last hidden states, is free of what all texts of a client have in common. Clients whose C have one
+direction want one head: -C is the gradient of the squared loss of a linear head on x that answers mean y.
 
 One forward pass; nothing is trained.
 """
@@ -51,9 +51,14 @@ def label_sketch(job: Job, site: Site) -> Tensor:
 
 
 def label_covariance(features: Tensor, labels: Tensor, *, num_labels: int) -> Tensor:
-    """C, float32 (num_labels, features), of features (n, features) and labels (n,): classes; numbers where it is 1."""
+    """C, float32 (num_labels, features), of features (n, features) and labels (n,): classes; numbers where it is 1.
+
+    Several labels a row are (n, num_labels).
+    """
     x = features.double()
-    y = labels.double()[:, None] if num_labels == 1 else one_hot(labels.long(), num_labels).double()
+    y = labels.double()
+    if labels.ndim == 1:
+        y = y[:, None] if num_labels == 1 else one_hot(labels.long(), num_labels).double()
     return ((y - y.mean(0)).T @ (x - x.mean(0)) / len(x)).float()
 
 

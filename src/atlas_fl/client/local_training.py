@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count, islice
 from typing import TypeAlias
 
 import numpy as np
@@ -55,8 +56,22 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 """Share of the peak by the share of the steps after the warm-up that are done, 0 to 1."""
 
 
-def num_steps(examples: int, options: TrainOptions) -> int:
-    """Steps of one round."""
+def num_steps(examples: int, options: TrainOptions, *, round: int = 1) -> int:
+    """Steps of one round of a client with so many examples, those of `head_epochs` among them."""
+    first = num_head_steps(examples, options, round=round) if options.head_epochs else 0
+    return first + _num_round_steps(examples, options)
+
+
+def num_head_steps(examples: int, options: TrainOptions, *, round: int = 1) -> int:
+    """First steps of a round, in which the head moves alone: those of `head_epochs`, or else half of the round's."""
+    if not options.is_head_first or options.is_personal(round):
+        return 0
+    if options.head_epochs:
+        return _num_round_steps(examples, replace(options, epochs=options.head_epochs))
+    return math.ceil(_num_round_steps(examples, options) / 2)
+
+
+def _num_round_steps(examples: int, options: TrainOptions) -> int:
     full = options.epochs * math.ceil(examples / options.batch_size)
     return full if options.max_steps is None else min(full, options.max_steps)
 
@@ -78,19 +93,35 @@ def positions(count: int, client: str, options: TrainOptions, *, secret: bytes |
 
 
 def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterator[EncodedExamples]:
-    """The client's mini-batches of this round, in the order that its own generator draws (`client.draws`)."""
+    """The client's mini-batches of this round, in the order that its own generator draws (`client.draws`).
+
+    Passes over the head (`head_epochs`) are drawn apart, so that what follows has the batches of a round without them.
+    A half makes as many passes as the steps of the round need.
+    """
     options: TrainOptions = job.options
     draws = Draws(client=job.client, seed=options.seed, secret=secret)
     index = positions(len(data), job.client, options, secret=secret)
-    steps, step = num_steps(len(index), options), 0
+    examples = len(index) if options.half is None else len(data)
+    first = num_head_steps(examples, options, round=job.round) if options.head_epochs else 0
     asked = (options.batch_size, options.max_steps, options.half, options.most)
-    for epoch in range(options.epochs):
-        order = draws.generator("order", job.round, epoch, asked=asked).permutation(index)
-        for start in range(0, len(order), options.batch_size):
-            if step == steps:
-                return
-            yield _augment(data.take(order[start : start + options.batch_size]), job, draws, step=step)
-            step += 1
+    chunks = chain(
+        islice(_chunks(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
+        islice(
+            _chunks(index, draws, job.round, asked=asked, size=options.batch_size),
+            num_steps(examples, options, round=job.round) - first,
+        ),
+    )
+    for step, chunk in enumerate(chunks):
+        yield _augment(data.take(chunk), job, draws, step=step)
+
+
+def _chunks(
+    index: np.ndarray, draws: Draws, *path: object, asked: tuple[object, ...], size: int
+) -> Iterator[np.ndarray]:
+    """Batches of passes without end; none of no examples."""
+    for epoch in count() if len(index) else ():
+        order = draws.generator("order", *path, epoch, asked=asked).permutation(index)
+        yield from (order[start : start + size] for start in range(0, len(order), size))
 
 
 def _augment(batch: EncodedExamples, job: Job, draws: Draws, *, step: int) -> EncodedExamples:
@@ -98,9 +129,14 @@ def _augment(batch: EncodedExamples, job: Job, draws: Draws, *, step: int) -> En
     options: TrainOptions = job.options
     if batch.pixels is None or not (options.crop or options.flip):
         return batch
-    stream = draws.torch_generator("augment", job.round, step)
+    stream = draws.torch_generator("augment", *_round_path(job), step)
     seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
     return replace(batch, pixels=seen.numpy(), taken_from=None)
+
+
+def _round_path(job: Job) -> tuple[object, ...]:
+    """Path of a client's draws in a round: halves draw apart."""
+    return (job.round,) if job.options.half is None else (job.round, "half", job.options.half)
 
 
 def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
@@ -117,25 +153,27 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int
+    optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int, factor: float = 1.0
 ) -> None:
-    """A step of the optimizer after `done` of this round's `steps`, at the learning rate of that step or round."""
+    """A step of the optimizer after `done` of this round's `steps`, at `factor` times the rate of the schedule."""
     past = max(round, 1) - 1
     if options.rate_by_round:
         rate = learning_rate(options, step=past, steps=options.rounds)
     else:
         rate = learning_rate(options, step=past * steps + done, steps=options.rounds * steps)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * factor
     optimizer.step()
 
 
 def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy, or mean squared error where one output meets real numbers.
+    """Mean cross-entropy, mean squared error where one output meets real numbers, or binary for several labels a row.
 
     `smoothing` is the share of a label that is spread over all classes. Of text it is the mean over all the batch's
     tokens that are to be written, as in transformers' causal models.
     """
+    if labels.ndim == 2:
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels)
     return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
@@ -184,7 +222,10 @@ class LocalTrainer:
         # The server's half draws nothing of the client's: it takes the rows that come, and counts them.
         secret = site.secrets.get(job.client) if above is None else None
         self.examples = len(positions(len(data), job.client, options, secret=secret))
-        self.steps = num_steps(self.examples, options)
+        # a half takes the steps of the round, whatever its number of batches
+        examples = self.examples if options.half is None or not self.examples else len(data)
+        self.steps = num_steps(examples, options, round=job.round)
+        self.head_steps = num_head_steps(examples, options, round=job.round)
         self.batches = batches(data, job, secret=secret)
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
         self._is_above = modules_above(site.backbone, job.cut)
@@ -205,7 +246,7 @@ class LocalTrainer:
         self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
-            replace(options, seed=int(self._draws.generator("term", job.round).integers(2**31))),
+            replace(options, seed=int(self._draws.generator("term", *_round_path(job)).integers(2**31))),
             self.scale,
             on_norms=self._share_norms,
             anchor=job.sent.get("anchor", {}),
@@ -233,7 +274,7 @@ class LocalTrainer:
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
-        path = (self.job.round, done)
+        path = (*_round_path(self.job), done)
         return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
 
     def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
@@ -264,7 +305,7 @@ class LocalTrainer:
         one side is here.
         """
         for name, leaf in self.leaves.items():
-            if not self.options.moves(name, round=self.job.round, done=done, steps=self.steps):
+            if not self.options.moves(name, round=self.job.round, is_head_step=done < self.head_steps):
                 leaf.grad = None
         if self._transform(self.leaves, norms):
             return True
@@ -273,7 +314,8 @@ class LocalTrainer:
 
     def optimizer_step(self, done: int) -> None:
         """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
-        optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
+        factor = self.options.head_rate if done < self.head_steps else 1.0
+        optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps, factor=factor)
         self._second.after_step(self.leaves)
         self.zero_grad()
 
@@ -290,11 +332,12 @@ class LocalTrainer:
         """Answer to the server."""
         loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
         skipped = {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
+        head_steps = {"head_steps": float(self.head_steps)} if self.head_steps else {}
         return Update(
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **skipped},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **head_steps, **skipped},
             loaded=self.loaded,
             keys=len(self.params) + len(self._frozen),
             crossed={} if self.line is None else dict(self.line.traffic),

@@ -43,13 +43,17 @@ class TrainOptions:
     dropout: float = 0.0
     trained_parts: TrainedParts = "all"
     """Which parameters train (`trains`, `moves`)."""
+    head_epochs: int = 0
+    """Passes in which the head moves alone, before those of the round; 0 for half of the round's steps."""
+    head_rate: float = 1.0
+    """Multiple of the learning rate in steps of the head alone."""
     trainer: str = OWN_TRAINER
     """Name of the training loop (`client.trainers`)."""
     personal_rounds: int = 0
     """Last rounds of the run, in which all parameters train."""
     half: int | None = None
-    """Train on the first (0) or second (1) half of the examples only: `methods.kriging`, fingerprints that check
-    themselves."""
+    """Train on the first (0) or second (1) half of the examples only, for as many steps as on all: `methods.kriging`,
+    fingerprints that check themselves."""
     most: int | None = None
     """Train on at most so many of these examples; which ones is drawn once for all rounds."""
     label_smoothing: float = 0.0
@@ -98,19 +102,21 @@ class TrainOptions:
             return name.startswith(HEAD) == (self.trained_parts == "head")
         return not (self.trained_parts == "B" and name.endswith(LORA_A))
 
-    def moves(self, name: str, *, round: int, done: int, steps: int) -> bool:
-        """Return whether a parameter that trains in this round moves in the step after `done` of its `steps`.
+    @property
+    def is_head_first(self) -> bool:
+        """The head moves alone before the rest does, or with `last_layer_then_rest` its last layer."""
+        return self.trained_parts in ("head_then_rest", "last_layer_then_rest")
 
-        With `head_then_rest` the head moves in the first half and the rest in the second: FedRep (Collins et al. 2021,
-        arXiv:2102.07078), whose passes over the head come before those over the representation. With
-        `last_layer_then_rest` the first half is of the last layer of the head alone: FedPAC (`methods.fedpac`).
+    def moves(self, name: str, *, round: int, is_head_step: bool) -> bool:
+        """Return whether a parameter that trains in this round moves in a step, which may be one of the head alone.
+
+        FedRep (Collins et al. 2021, arXiv:2102.07078, algorithm 1) trains the head before the representation, FedPAC
+        (`methods.fedpac`) its last layer.
         """
-        is_first_half = 2 * done < steps
-        if self.is_personal(round):
+        if self.is_personal(round) or not self.is_head_first:
             return True
-        if self.trained_parts == "last_layer_then_rest":
-            return is_last_layer(name) == is_first_half
-        return self.trained_parts != "head_then_rest" or name.startswith(HEAD) == is_first_half
+        is_head = name.startswith(HEAD) if self.trained_parts == "head_then_rest" else is_last_layer(name)
+        return is_head == is_head_step
 
     def is_personal(self, round: int) -> bool:
         """Return whether this round is one of the last, in which a client trains for itself alone."""

@@ -37,7 +37,7 @@ class PackReport:
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
     """By client, bytes that went through its cut for the report."""
     steps: Counter[str] = field(default_factory=Counter)
-    """By client, optimizer steps that were taken for the report."""
+    """By client, optimizer steps for the report."""
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -83,12 +83,12 @@ class PackReport:
                 parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
         return torch.cat(parts), data.labels[order], held.task.num_labels
 
-    def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
-        """The models after the round's training on one half of the examples, of which nothing but the model is told."""
+    def train_half(self, half: int) -> Mapping[str, Params]:
+        """The models after the round's steps on one half of the examples, of which nothing but the model is told."""
         jobs = []
         for job in self.jobs:
             options: TrainOptions = job.options
-            options = replace(options, half=half, epochs=passes * options.epochs, report="none", hash_loaded=False)
+            options = replace(options, half=half, report="none", hash_loaded=False)
             jobs.append(replace(job, options=options))
         updates = train_and_filter(jobs, self.site)
         for update in updates:
@@ -101,7 +101,7 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Every client's trained model with the report that its job asks for, in the order of the jobs."""
     reports: dict[str, Mapping[str, Params]] = {}
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
-    steps: Counter[str] = Counter()
+    extra: Counter[str] = Counter()
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
         asked = PackReport(jobs=[job for job in jobs if job.options.report == kind], site=site)
         method = reporting(kind)
@@ -109,13 +109,19 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
             _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
-        steps += asked.steps
+        extra |= asked.steps
     updates = []
     for update in train_and_filter(jobs, site):
         reported = {**update.reported, **reports.get(update.client, {})}
         through = Counter(update.crossed) + crossed.get(update.client, Counter())
-        updates.append(replace(update, reported=reported, crossed=through).with_steps(steps[update.client]))
+        metrics = with_extra_steps(update.metrics, extra[update.client])
+        updates.append(replace(update, reported=reported, crossed=through, metrics=metrics))
     return updates
+
+
+def with_extra_steps(metrics: Mapping[str, float], steps: float) -> dict[str, float]:
+    """The metrics of a client's training with so many more optimizer steps than those of its model."""
+    return {**metrics, "extra_steps": metrics.get("extra_steps", 0.0) + steps} if steps else dict(metrics)
 
 
 def train_and_filter(jobs: Sequence[Job], site: Site) -> list[Update]:

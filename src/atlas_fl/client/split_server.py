@@ -249,8 +249,10 @@ class CutMessages:
 
     def _are_labels(self, labels: Tensor | None, count: int) -> bool:
         task = self.site.data[self.job.client].task
-        if labels is None or labels.shape != (count,):
+        if labels is None or labels.shape != ((count, task.num_labels) if task.multilabel else (count,)):
             return False
+        if task.multilabel:
+            return labels.dtype is torch.float32 and bool(((labels == 0) | (labels == 1)).all())
         if task.is_regression:
             return labels.dtype is torch.float32
         vocabulary = self.site.backbone.vocabulary

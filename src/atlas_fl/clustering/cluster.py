@@ -169,7 +169,9 @@ def _decide(
         previous = np.where(previous == UNDECIDED, previous.max() + 1 + np.arange(len(previous)), previous)
     proposal = method.propose(*halves, settings, previous=previous)
     proposed, notes = proposal.labels, proposal.warnings
-    verdict = k_search.structure_test(*halves, method.statistic, settings)
+    verdict = k_search.Verdict(found=True, reason=f"{settings.cluster_by} takes what it finds")
+    if method.tests_structure or decided.sum() < 3:
+        verdict = k_search.structure_test(*halves, method.statistic, settings)
     if verdict.found and len(np.unique(proposed)) == 1:
         reason = f"{settings.cluster_by} itself chose one cluster, though the {verdict.reason}"
         verdict = replace(verdict, found=False, reason=reason)

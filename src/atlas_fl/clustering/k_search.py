@@ -21,7 +21,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -319,6 +319,30 @@ def _row(similarity: np.ndarray, points: np.ndarray, k: int, *, chosen: int) -> 
     return {**score_row(points, cut_linkage(similarity, k=k)), "merge_similarity": merge, "chosen": k == chosen}
 
 
+def propose_cosine(
+    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
+) -> Proposal:
+    """Average linkage on 1 - cosine of whole sketches, cut where the silhouette is largest; never one cluster.
+
+    FedLEASE (arXiv:2509.15087): a sketch is the sum of its layers' unit sketches, so its cosine is the mean of theirs.
+    """
+    del previous
+    rows = mean_sketch(first, second)
+    similarity = rows @ rows.T
+    np.fill_diagonal(similarity, 1.0)
+    ks, warnings = feasible_ks(rows, settings)
+    fits = {k: cut_linkage(similarity, k=k) for k in ks or (1,)}
+    points = _project(first, second, settings)
+    distances = 1.0 - similarity
+    table = [
+        {**score_row(points, labels), "silhouette": silhouette(distances, labels), "bonus": 0.0}
+        for labels in fits.values()
+    ]
+    chosen = highest_score("silhouette", table) if len(fits) > 1 else next(iter(fits))
+    k_table = tuple({**row, "chosen": row["k"] == chosen} for row in table)
+    return Proposal(labels=fits[chosen], k_table=k_table, warnings=warnings)
+
+
 def linkage_silhouette(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
     """Silhouette of the proposed clusters on the distance `1 - rho`; 0 for one cluster or none shared."""
     similarity = similarity_of_halves(first, second, settings)
@@ -353,6 +377,8 @@ class Method:
     uses_corrected_similarity: bool
     """True if a new client is placed by corrected similarity, and clients without structure are joined by it; else
     by the nearest centroid, and all of them in one cluster."""
+    tests_structure: bool = True
+    """False if what it proposes stands without a test."""
 
 
 K_SEARCH = Method(propose=search_k, statistic=best_silhouette, uses_corrected_similarity=False)
@@ -365,5 +391,6 @@ METHODS: dict[str, Method] = {
     ),
     "atlas": K_SEARCH,
     "silhouette": K_SEARCH,
+    "cosine": replace(K_SEARCH, propose=propose_cosine, tests_structure=False),
 }
-"""`cluster_by`: noise-corrected average linkage, and the k search by the score of that name."""
+"""`cluster_by`: noise-corrected average linkage, the k search by the score of that name, and FedLEASE's."""

@@ -23,12 +23,13 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.plugins import registrations
 
 LEAVE_ONE = "leave one of them out"
-HALVES = "atlas or kriging"
-"""Rules that compare halves. One of them is the default, so their rows come last, after all that a user typed."""
+MULTILABEL = "several labels"
+HALVES = "that compares halves"
+"""Strategies that compare halves. One is the default, so their rows come last, after all that a user typed."""
 
 
 def kinds_of(config: Config) -> Mapping[str, str]:
-    """By task `images`, `text to write`, `regression` or `classes`."""
+    """By task `images`, `text to write`, `regression`, `several labels` or `classes`."""
     from atlas_fl.data.registry import find_tasks
 
     kinds = {}
@@ -36,7 +37,8 @@ def kinds_of(config: Config) -> Mapping[str, str]:
         # each client calls some ratings positive
         has_classes = task.has_classes or (task.is_regression and bool(config.data.rating_cuts))
         written = "text to write" if task.writes else "regression"
-        kinds[task.name] = "images" if task.images else "classes" if has_classes else written
+        kind = MULTILABEL if task.multilabel else "classes" if has_classes else written
+        kinds[task.name] = "images" if task.images else kind
     return kinds
 
 
@@ -75,6 +77,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "takes_newcomers": ("--strategy", lambda config: method_class(config).takes_newcomers),
     "reads_classes": ("--strategy", lambda config: method_class(config).needs_classes),
     "takes_reports": ("--strategy", _takes_reports),
+    "compares_halves": ("--strategy", lambda config: method_class(config).report == "halves"),
     "needs_one_rank": ("--strategy", _needs_one_rank),
     "uses_clusters": ("--strategy", _uses_clusters),
     "kinds": ("--tasks", lambda config: tuple(kinds_of(config).values())),
@@ -87,7 +90,9 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 """Facts that follow from a config: the flag that decides each, and its value."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms"), bool),
+    **dict.fromkeys(
+        ("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms", HALVES), bool
+    ),
     **dict.fromkeys(("that shares nothing", "that takes no late clients", "without clusters"), lambda value: not value),
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},
@@ -101,6 +106,7 @@ NAMED: Mapping[str, Callable[[Any], bool]] = {
     "of texts alone": lambda kinds: "images" not in kinds,
     "with text to write": lambda kinds: "text to write" in kinds,
     "with images or text to write": lambda kinds: bool({"images", "text to write"} & set(kinds)),
+    "with several labels": lambda kinds: MULTILABEL in kinds,
     "without classes of texts": lambda kinds: set(kinds) != {"classes"},
 }
 """Conditions on a value beside equality and order."""

@@ -177,11 +177,6 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_tables(path: Path, *, within: Path) -> dict[str, Any]:
-    """The tables of a run's `config.toml` as they stand, whatever their names; `ConfigError` as `load_config`."""
-    return _parse_file(path, TOML, within)
-
-
 def _parse_file(path: Path, file_format: FileFormat, within: Path | None) -> dict[str, Any]:
     try:
         if within is None:

@@ -146,8 +146,17 @@ class TrainingConfig:
     """The training loop of the clients: `atlas`, or that of a plug-in, such as a stock `transformers.Trainer`."""
     trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Parameters that a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds and A in
-    even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each (FedRep); or all
-    but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    even ones (RoLoRA); in each round first the head alone, then the rest alone (`--head-epochs`); or all but the head,
+    which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    head_epochs: Annotated[
+        int, Range(least=0, at_site=10**3), Tried("fedrep", values=(10, 1, 3, 5)), Tried("fedpac", values=(1, 3, 5, 10))
+    ] = 0
+    """Passes of `head_then_rest` over the head alone, before `--local-epochs` over the rest (FedRep, FedPAC); 0 gives
+    each half of the round's steps, so that a client takes no more than with `all`."""
+    head_rate: Annotated[float, Range(above=0), Tried("fedpac", values=(1.0, 10.0, 3.0, 0.3))] = 1.0
+    """Multiple of the learning rate in the steps of `head_then_rest` on the head alone (FedPAC)."""
+    rate_factor: Annotated[float, Range(above=0), Tried("ffa", "fedsvd", values=(4.0, 10.0, 2.0))] = 1.0
+    """Multiple of `--lr`, also of a model's own, at which clients train: `ffa` and `fedsvd` need a larger one."""
     multitask: bool = False
     """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False
@@ -385,8 +394,9 @@ class ClusteringConfig:
 
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
-    cluster_by: Literal["corrected", "atlas", "silhouette"] = "corrected"
-    """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
+    cluster_by: Literal["corrected", "atlas", "silhouette", "cosine"] = "corrected"
+    """Method by which `auto` finds the clusters: noise-corrected similarity without k, a k search by this score, or
+    `cosine`, average linkage with the k of the best silhouette and no test (FedLEASE)."""
     fingerprint: str = "fisher"
     """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2, at_site=10**4)] = 12

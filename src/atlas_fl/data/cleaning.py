@@ -39,9 +39,10 @@ def deduplicate(rows: Kind) -> Kind:
     """The first row of every key; keys whose labels contradict each other are left out altogether."""
     first: dict[str, int] = {}
     contradicted: set[str] = set()
+    labels = rows.label.tolist()
     for position, key in enumerate(keys(rows)):
         seen = first.setdefault(key, position)
-        if rows.label[seen] != rows.label[position]:
+        if labels[seen] != labels[position]:
             contradicted.add(key)
     return rows.take([position for key, position in first.items() if key not in contradicted])
 
@@ -98,17 +99,27 @@ CARVED_SHARE, MOST_CARVED = 0.2, 2000
 
 
 def strata(labels: Labels, *, edges: Labels | None = None) -> Labels:
-    """The class of every label, (n,) int64; values of a regression fall into the bins between `edges`."""
+    """The class of every label, (n,) int64; values of a regression fall into the bins between `edges`.
+
+    Of rows of several labels it is the set of them, or with `edges` the bin of their number.
+    """
     if np.issubdtype(labels.dtype, np.integer):
         return labels.astype(np.int64)
-    return np.digitize(labels, bin_edges(labels) if edges is None else edges).astype(np.int64)
+    if labels.ndim == 2 and edges is None:
+        return np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return np.digitize(_values(labels), bin_edges(labels) if edges is None else edges).astype(np.int64)
 
 
 def bin_edges(labels: Labels) -> Labels:
     """Inner edges of the `NUM_BINS` equally filled ranges of these values; none of no values."""
     if not len(labels):
         return labels
-    return np.unique(np.quantile(labels, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
+    return np.unique(np.quantile(_values(labels), np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
+
+
+def _values(labels: Labels) -> Labels:
+    """The values of a regression; of rows of several labels how many there are, (n,)."""
+    return labels.sum(axis=1) if labels.ndim == 2 else labels
 
 
 def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
@@ -150,7 +161,7 @@ def arrange(
     if empty := [split for split, size in sizes.items() if size == 0]:
         what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
         raise DataError(f"{what}{lost}; give it more rows, five at the least")
-    if labelled and len(np.unique(data.train.label)) < 2:
+    if labelled and len(np.unique(data.train.label, axis=0)) < 2:
         what = f"all {sizes['train']} training rows of task {name!r} have one label"
         raise DataError(f"{what}{lost}; give it rows of a second")
     held_out = {"validation": data.validation, "test": data.test}

@@ -179,20 +179,9 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
         if test_mix != OWN:
             each = _sizes(task_sizes["test"], len(data.test), clients_per_task)
             parts["test"] = _deal_test(task, data, each, test_mix, rng=generator(seed, "deal", task.name, "test"))
-        clients += [
-            ClientData(
-                name=names[number],
-                task=task,
-                train=data.train.take(parts["train"][number]),
-                validation=data.validation.take(parts["validation"][number]),
-                test=data.test.take(parts["test"][number]),
-                left_out=data.left_out,
-                source=task.name,
-                number=number,
-                notes=(*data.notes, *notes),
-            )
-            for number in range(clients_per_task)
-        ]
+        for number in range(clients_per_task):
+            dealt = {split: rows.take(parts[split][number]) for split, rows in data.splits.items()}
+            clients.append(_client(task, data, dealt, name=names[number], number=number, notes=(*data.notes, *notes)))
         check_no_leak({split: rows.take(np.concatenate(parts[split])) for split, rows in data.splits.items()})
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
 
@@ -266,20 +255,25 @@ def own_clients(
             split: _at_most(given, sizes[split], rng=generator(rows_seed, "deal", task.name, name, split))
             for split, given in data.splits.items()
         }
-        clients.append(
-            ClientData(
-                name=name,
-                task=task,
-                train=rows["train"],
-                validation=rows["validation"],
-                test=rows["test"],
-                left_out=data.left_out,
-                source=task.name,
-                number=number,
-                notes=tuple(notes),
-            )
-        )
+        clients.append(_client(task, data, rows, name=name, number=number, notes=notes))
     return clients
+
+
+def _client(
+    task: Task, data: TaskData, rows: Mapping[Split, Examples], *, name: str, number: int, notes: Sequence[str]
+) -> ClientData:
+    """The client with these rows by split, of a task or source with these data."""
+    return ClientData(
+        name=name,
+        task=task,
+        train=rows["train"],
+        validation=rows["validation"],
+        test=rows["test"],
+        left_out=data.left_out,
+        source=task.name,
+        number=number,
+        notes=tuple(notes),
+    )
 
 
 def site_client(
@@ -364,7 +358,9 @@ def _deal_by_partition(
         each = train_sizes if split == "train" else _sizes(size, len(classes[split]), num_clients)
         rng = generator(seed, "deal", task.name, split)
         try:
-            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=task.has_classes and split == "train")
+            # who declares classes may have rows of one alone
+            two_classes = task.has_classes and split == "train" and np.ptp(classes[split]) > 0
+            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=bool(two_classes))
         except DataError as error:
             raise DataError(f"task {task.name!r}: {error}") from error
         if split == "train":
@@ -448,8 +444,9 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
 
     `examples` and `majority` per split, `labels` (training examples per class name, or mean and standard deviation of
     a regression's labels), and `distance`: half the L1 distance (total variation, 0 to 1) of the client's training
-    mix to that of all clients of its task; absent for a regression, as `majority` is. Of texts to be written, `words`
-    (mean and standard deviation over texts) stand in the place of `labels`.
+    mix to that of all clients of its task; absent for a regression, as `majority` is. Of several labels a row, `labels`
+    are the examples that have each, and `cardinality` is the mean number of an example's labels. Of texts to be
+    written, `words` (mean and standard deviation over texts) stand in the place of `labels`.
     """
     peers = _by_task(clients)
     return tuple(_row(client, peers[client.task.name]) for client in clients)
@@ -462,15 +459,15 @@ def one_class_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
         " counts as .5 there, which is chance; judge such a task by another metric="
         for client in clients
         for split, rows in client.splits.items()
-        if client.task.metric == "auroc" and split != "train" and len(np.unique(rows.label)) < 2
+        if client.task.metric == "auroc" and split != "train" and (rows.label == rows.label[:1]).all()
     )
 
 
 def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """A line for each task with classes of these statistics: how many examples and classes its clients have, and how
-    far their mixes are from the task's.
+    far their mixes are from the task's, or how many labels an example has.
     """
-    with_classes = [row for row in rows if "distance" in row]
+    with_classes = [row for row in rows if {"distance", "cardinality"} & row.keys()]
     tasks = group_by(with_classes, lambda row: str(row["task"]))
     return tuple(_note(task, task_rows) for task, task_rows in tasks.items())
 
@@ -478,14 +475,18 @@ def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
     sizes = [row["examples"]["train"] for row in rows]
     classes = [sum(count > 0 for count in row["labels"].values()) for row in rows]
-    apart = float(np.mean([row["distance"] for row in rows]))
     tests = [row["examples"]["test"] for row in rows]
-    one_class = [row["client"] for row, number in zip(rows, classes, strict=True) if number == 1]
-    little = f"; {first_of(one_class)}: one class alone, so that a score says little" if one_class else ""
+    if "distance" in rows[0]:
+        kind, apart = "classes", float(np.mean([row["distance"] for row in rows]))
+        one_class = [row["client"] for row, number in zip(rows, classes, strict=True) if number == 1]
+        little = f"; {first_of(one_class)}: one class alone, so that a score says little" if one_class else ""
+        end = f"labels {apart:.2f} from the task's mix (0 to 1){little}"
+    else:
+        kind, labels = "labels", sum(size * row["cardinality"] for size, row in zip(sizes, rows))
+        end = f"{labels / sum(sizes):.2f} labels an example"
     return (
         f"{task}: {sum(sizes):,} training examples over {len(rows)} client{'s' * (len(rows) > 1)}, {_span(sizes)} each"
-        f" ({_span(tests)} to test on), of {_span(classes)} of {len(rows[0]['labels'])} classes; labels"
-        f" {apart:.2f} from the task's mix (0 to 1){little}"
+        f" ({_span(tests)} to test on), of {_span(classes)} of {len(rows[0]['labels'])} {kind}; {end}"
     )
 
 
@@ -501,8 +502,12 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
         "metric": client.task.metric_name,
         "examples": {split: len(rows) for split, rows in client.splits.items()},
     }
+    label = client.train.label
+    if client.task.multilabel:
+        positives = label.sum(axis=0).astype(np.int64).tolist()
+        labels = dict(zip(client.task.label_names, positives))
+        return {**row, "labels": labels, "cardinality": sum(positives) / len(label)}
     if not client.task.has_classes:
-        label = client.train.label
         kind = "words" if client.task.writes else "labels"
         return {**row, kind: {"mean": float(label.mean()), "std": float(label.std())}}
     label_counts = _counts(client)

@@ -33,6 +33,7 @@ SEPARATORS: Mapping[str, str] = {"comma": ",", "semicolon": ";", "tab": "\t", "p
 """Separators that are looked for, by the word that `sep=` may have for them."""
 MOST_CELL = 1 << 24
 """Most characters of a line or a cell; more are a quote that nobody closed, or a bomb."""
+_USUAL_CELL = csv.field_size_limit()
 MOST_PACKED = 200
 """Most bytes that one byte of a packed file stands for; text has at most some twenty."""
 _LEAST_PACKED_BYTES = 1 << 28
@@ -68,7 +69,7 @@ class Reading:
     rows: int | None = None
     """Most rows, drawn evenly from all."""
     hint: str = ""
-    """End of the message where a column is not there."""
+    """End of the message where a column is not there; empty where no user has named the columns."""
     class_names: bool = False
     """A column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers."""
 
@@ -172,11 +173,11 @@ def _parse_csv(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[I
     said = re.fullmatch(r'"?sep=(.)"?\s*', head[0]) if head else None  # Excel's word for its separator is no row
     head = head[1:] if said else head
     sep = reading.sep or (said[1] if said else _separator(head, path, reading.names))
-    before = csv.field_size_limit(MOST_CELL)  # a bound of the process
+    csv.field_size_limit(MOST_CELL)  # a bound of the process
     try:
         yield from _by_header(_records(csv.reader(chain(head, lines), delimiter=sep, strict=True)), path, reading, sep)
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(_USUAL_CELL)  # what another reader found may be this one's bound
 
 
 def _separator(head: Sequence[str], path: Path, wanted: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ def check_heterogeneity(
     if one_task:
         common_task(tasks)
     needs: tuple[tuple[str, bool, Callable[[Task], bool], str], ...] = (
-        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values, such as movie_ratings"),
+        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values (movie_ratings, metric=pearson)"),
         ("--flipped-clients", bool(flipped_clients) and not rating_cuts, lambda task: task.has_classes, "classes"),
         ("--test-mix balanced", test_mix == BALANCED, lambda task: task.has_classes, "classes of its own"),
     )
@@ -194,7 +194,11 @@ def common_task(sources: Sequence[Task]) -> Task:
     """The task that these are sources of; raises `ConfigError` for images, and where classes or metrics differ."""
     first = sources[0]
     for task in sources:
-        alike = task.num_labels == first.num_labels and task.label_names == first.label_names
+        alike = (task.num_labels, task.label_names, task.multilabel) == (
+            first.num_labels,
+            first.label_names,
+            first.multilabel,
+        )
         if not alike or task.metric_name != first.metric_name or task.truncate != first.truncate or task.images:
             raise ConfigError(
                 f"--one-task takes tasks as sources of one, and {task.name!r} has other classes than {first.name!r};"

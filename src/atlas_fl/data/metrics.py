@@ -25,7 +25,7 @@ CONFIDENCE_BINS = 15
 """As many as Guo et al. take for their tables."""
 
 
-def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labels"]) -> dict[str, float]:
+def scores(task: Task, labels: Shaped[Array, "n ..."], logits: Float[Array, "n labels"]) -> dict[str, float]:
     """Every score of the task by name, with the task's own metric once more as `primary`; undefined ones are absent.
 
     Classes: loss (mean cross-entropy, nats), ece (`calibration_error`), accuracy, mcc, and f1, precision and recall of
@@ -35,11 +35,17 @@ def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labe
     squared error), pearson, spearman. A constant correlates with nothing: its correlation is undefined and `primary`
     then is 0.
 
+    Several labels (n, labels), each taken where its logit is above 0: loss (mean binary cross-entropy, nats), accuracy
+    (rows without a wrong label), micro_f1 of all labels of all rows, macro_f1, the mean over the labels, and auroc.
+
     Outputs that are no numbers have no loss and are never right: such an example counts as wrong (`predicted_classes`),
     and correlations with such predictions are the worst that there are, -1.
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
-    metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(task, labels, logits)
+    if task.multilabel:
+        metrics = _multilabel(labels, logits)
+    else:
+        metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(task, labels, logits)
     further = {name: metric(task, labels, logits) for name, metric in FURTHER_METRICS.items()}
     metrics |= {name: float(value) for name, value in further.items() if value is not None and math.isfinite(value)}
     return {**metrics, "primary": metrics.get(task.metric, CHANCE.get(task.metric, 0.0))}
@@ -85,15 +91,38 @@ def _classification(task: Task, labels: Labels, logits: Array) -> dict[str, floa
     return {"loss": loss, "ece": ece, **counts, **({} if area is None else {"auroc": area})}
 
 
-def auroc(labels: Shaped[Array, " n"], score: Float[Array, "n labels"]) -> float | None:
+def _multilabel(labels: Labels, logits: Array) -> dict[str, float]:
+    wide = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        loss = float(np.mean(np.logaddexp(0, wide) - labels * wide))
+    counts = {name: np.asarray(count) for name, count in by_class(labels, logits).items()}
+    hits, answers = counts["hits"].sum(), counts["examples"].sum() + counts["predicted"].sum()
+    area = auroc(labels, wide)
+    return {
+        "loss": loss,
+        "accuracy": float((predicted_labels(labels, logits) == labels).all(axis=1).mean()),
+        "micro_f1": float(2 * hits / answers) if answers else 0.0,
+        "macro_f1": float(np.mean(class_table(**counts)["f1"])),
+        **({} if area is None else {"auroc": area}),
+    }
+
+
+def predicted_labels(labels: Labels, logits: Float[Array, "n labels"]) -> Labels:
+    """The labels whose logits are above 0, (n, labels) bool; all wrong in a row where a logit is no finite number."""
+    is_finite = np.isfinite(logits).all(axis=1, keepdims=True)
+    return np.asarray(np.where(is_finite, logits > 0, labels == 0))
+
+
+def auroc(labels: Shaped[Array, "n ..."], score: Float[Array, "n labels"]) -> float | None:
     """Area under the ROC curve: the share of pairs of one of a class and one of others that the class's score orders.
 
-    Equal scores count half. Of two classes it is that of class 1, of more the mean over the classes (one versus rest)
-    for which there are such pairs, and None without any. Scores that are no numbers order nothing right: 0.
+    Equal scores count half. Of two classes it is that of class 1, of more, and of several labels (n, labels), the mean
+    over those (one versus rest) for which there are such pairs, and None without any. Scores that are no numbers order
+    nothing right: 0.
     """
     values = []
-    for label in [1] if score.shape[1] == 2 else np.unique(labels):
-        is_class = labels == label
+    for label in [1] if labels.ndim == 1 and score.shape[1] == 2 else range(score.shape[1]):
+        is_class = labels == label if labels.ndim == 1 else labels[:, label] == 1
         positives = int(is_class.sum())
         if 0 < positives < len(labels):
             _, place, counts = np.unique(score[:, label], return_inverse=True, return_counts=True)
@@ -141,6 +170,10 @@ def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
 
 def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
     """Examples of every class in order, those that were recognised (`hits`), and those that were taken for it."""
+    if labels.ndim == 2:
+        predicted = predicted_labels(labels, logits)
+        sums = {"hits": predicted & (labels == 1), "examples": labels, "predicted": predicted}
+        return {name: each.sum(axis=0).astype(np.int64).tolist() for name, each in sums.items()}
     counts = confusion(labels, predicted_classes(logits), logits.shape[1])
     taken = counts.sum(axis=0)[:-1]
     return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist(), "predicted": taken.tolist()}

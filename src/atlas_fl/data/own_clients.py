@@ -20,7 +20,7 @@ import numpy as np
 from atlas_fl.data.cleaning import SEED, TEST, TRAIN, VALIDATION, arrange, keys
 from atlas_fl.data.formats import ending_of
 from atlas_fl.data.tables import READERS, Table, split_of, time_of
-from atlas_fl.data.task import Labels, Rows, TaskData, as_texts, concatenate
+from atlas_fl.data.task import Examples, Images, Labels, Rows, TaskData, as_texts, concatenate
 from atlas_fl.errors import ConfigError, DataError, did_you_mean, first_of, short_repr
 from atlas_fl.params import Split
 from atlas_fl.rng import generator
@@ -106,7 +106,7 @@ def find_sources(path: Path, dealing: Dealing, *, name: str) -> dict[str, Path]:
     words = Counter(map(_file_word, found))
     if twice := [word for word, count in words.items() if count > 1]:
         raise DataError(f"two files in {path} are of one client {twice[0]!r}; keep one, or name them apart")
-    return {_file_word(one): one for one in found}
+    return {_file_word(one): one for one in sorted(found, key=lambda one: _natural(_file_word(one)))}
 
 
 def _file_word(path: Path) -> str:
@@ -228,25 +228,35 @@ def cut_groups(groups: Sequence[Any], times: Labels | None, *, name: str) -> dic
     }
 
 
-def arrange_clients(dealt: Mapping[str, Mapping[str, Rows]], dealing: Dealing, *, name: str) -> TaskData:
+def large_enough(sizes: Mapping[str, int], dealing: Dealing, *, name: str) -> list[str]:
+    """The words of the clients with `least` examples or more; a `DataError` where there is none."""
+    words = [word for word, size in sizes.items() if size >= dealing.least]
+    if not words:
+        raise DataError(
+            f"no client of task {name!r} has {dealing.least} examples, the most are {max(sizes.values())}; lower least="
+        )
+    return words
+
+
+def arrange_clients(
+    dealt: Mapping[str, Mapping[str, Examples]], dealing: Dealing, *, name: str, validation_share: float | None = None
+) -> TaskData:
     """The data of a task whose clients are named: each client's splits, and all rows of all clients together.
 
     Clients with fewer than `least` examples are left out, with a note. A `DataError` names a client without enough.
     """
     sizes = {word: sum(map(len, splits.values())) for word, splits in dealt.items()}
-    few = {word: size for word, size in sizes.items() if size < dealing.least}
-    if len(few) == len(dealt):
-        raise DataError(
-            f"no client of task {name!r} has {dealing.least} examples, the most are {max(sizes.values())}; lower least="
-        )
+    kept = large_enough(sizes, dealing, name=name)
+    few = {word: size for word, size in sizes.items() if word not in kept}
     parts: dict[str, TaskData] = {}
     for word, splits in dealt.items():
         if word not in few:
             try:
-                parts[word] = arrange(splits, name=name, labelled=False)
+                parts[word] = arrange(splits, name=name, labelled=False, validation_share=validation_share)
             except DataError as error:
+                groups = f" and three groups in {dealing.group!r}" if dealing.group else ""
                 raise DataError(
-                    f"client {short_repr(word)}: {error}, or leave small clients out with least=N"
+                    f"client {short_repr(word)}: {error}{groups}, or leave small clients out with least=N"
                 ) from None
     notes = []
     if few:
@@ -255,7 +265,8 @@ def arrange_clients(dealt: Mapping[str, Mapping[str, Rows]], dealing: Dealing, *
         count = f"{len(few)} of {len(dealt)} clients"
         notes.append(f"left out since they have fewer than {dealing.least} examples: {count}, {words}{more}")
     if shared := shared_texts(list(parts.values())):
-        notes.append(f"{shared:,} test texts of a client are training texts of another one")
+        kind = "images" if any(isinstance(part.test, Images) for part in parts.values()) else "texts"
+        notes.append(f"{shared:,} test {kind} of a client are training {kind} of another one")
     return TaskData(
         train=concatenate([part.train for part in parts.values()]),
         validation=concatenate([part.validation for part in parts.values()]),
@@ -268,7 +279,7 @@ def arrange_clients(dealt: Mapping[str, Mapping[str, Rows]], dealing: Dealing, *
 
 
 def shared_texts(parts: Sequence[TaskData]) -> int:
-    """Test texts of these clients that another one trains on."""
+    """Test examples of these clients that another one trains on."""
     holders = Counter(key for part in parts for key in set(keys(part.train)))
     return sum(holders[key] > 0 for part in parts for key in keys(part.test))
 

@@ -1,6 +1,7 @@
 """Tables from disk: the files of `data.formats`, and folders of `datasets.save_to_disk`, as columns of plain values."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ def _class_fault(value: object) -> str:
     return _ABSENT if isinstance(value, str) and value.strip().lower() in _NO_VALUE else _text_fault(value)
 
 
+def _labels_fault(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_class_fault, value)), "")
+    if isinstance(value, str) and re.fullmatch(r"\[(['\"].*['\"])?\]", value.strip()):
+        return "a list as a program prints it (write its labels with the character of multi= between, or save jsonl)"
+    return "" if _text_fault(value) == _ABSENT else _class_fault(value)
+
+
 def _number_fault(value: Any) -> str:
     try:
         return "" if abs(float(value)) <= LARGEST_LABEL else _class_fault(value) or _NO_NUMBER
@@ -106,6 +115,7 @@ def _time_fault(value: Any) -> str:
 CHECKS: dict[str, Callable[[Any], str]] = {
     "text": _text_fault,
     "class": _class_fault,
+    "labels": _labels_fault,
     "number": _number_fault,
     "split": _split_fault,
     "time": _time_fault,
@@ -141,9 +151,9 @@ def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str,
     return {split: table for split, (table, _) in read.items()}, (*left_out_note(unread), *remarks)
 
 
-def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
+def left_out_note(paths: Sequence[str], *, since: str = "whose names are of no split") -> tuple[str, ...]:
     """A remark on files that are not read, if there are any."""
-    return (f"{len(paths):,} files are left out, whose names are of no split: {first_of(paths)}",) if paths else ()
+    return (f"{len(paths):,} files are left out, {since}: {first_of(paths)}",) if paths else ()
 
 
 def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str, ...]]:
@@ -173,8 +183,7 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
         if ending not in FORMATS:
             table = READERS[ending](path)
             check_columns(list(table), reading, origin=path)
-            rows = enumerate(zip(*table.values()), start=1)
-            yield from (((number, dict(zip(table, row))), 1.0) for number, row in rows)
+            yield from _table_items(table)
             return
         size = max(1, path.stat().st_size)
         with path.open("rb") as raw:
@@ -188,6 +197,11 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
         reason = " ".join(str(error).split())[:200]
         remedy = "" if ";" in reason else "; mend the file or save it as jsonl or parquet"
         raise DataError(f"cannot read {path}: {reason}{remedy}") from error
+
+
+def _table_items(table: Table) -> Iterator[Progress]:
+    rows = enumerate(zip(*table.values()), start=1)
+    return (((number, dict(zip(table, row))), 1.0) for number, row in rows)
 
 
 def _dataset_items(rows: Any, reading: Reading) -> Iterator[Progress]:
@@ -288,7 +302,9 @@ class _Chosen:
         if num := counts["flaws"]:
             told = "; ".join(f"{flaw} in row {', '.join(rows)}" for flaw, rows in self.flaws.items())
             more = f" and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
-            skip = ", or add missing=skip to the task to leave out rows without a value" * bool(counts["absent"])
+            skip = ", or add missing=skip to the task to leave out rows without a value" * bool(
+                counts["absent"] and self.reading.hint
+            )
             raise DataError(f"{self.origin} has {num:,} problem{'s' * (num > 1)}: {told}{more}; mend the file{skip}")
         if not self.rows:
             lacking = f"no row of {self.origin} has a value in each of {self._names()}"
@@ -316,15 +332,8 @@ def _size(row: Iterable[Any]) -> int:
 
 
 def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
-    """The values of a column; a `DataError` names the columns that exist, or the first row that is not allowed."""
-    check_columns(list(table), Reading(columns=((name, "text"),)), origin=origin)
-    for row, value in enumerate(table[name], start=1):
-        if CHECKS["text"](value):
-            raise DataError(
-                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed: a text or a number; mend"
-                " the row or remove it"
-            )
-    return table[name]
+    """The values of a column, texts or numbers; a `DataError` as of a file that is read."""
+    return _choose({str(origin): _table_items(table)}, Reading(columns=((name, "text"),)))[0][name]
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:

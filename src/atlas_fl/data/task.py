@@ -45,8 +45,8 @@ class Images:
         return replace(self, pixels=self.pixels[positions], label=self.label[positions])
 
 
-Metric: TypeAlias = Literal["accuracy", "balanced_accuracy", "f1", "macro_f1", "auroc", "mcc", "pearson"]
-"""The score that a task is judged by; pearson makes it a regression.
+Metric: TypeAlias = Literal["accuracy", "balanced_accuracy", "f1", "micro_f1", "macro_f1", "auroc", "mcc", "pearson"]
+"""The score that a task is judged by; pearson makes it a regression, and micro_f1 is of multi-label tasks.
 
 All of them are better when higher. A task that writes text is judged by its next-token accuracy for that reason, with
 the perplexity beside it: the accuracy lies between 0 and 1 as the scores of other tasks do, so that the best round, the
@@ -54,9 +54,12 @@ worst client, rounds to 90%, means over a mixed federation and the adaptive grap
 """
 
 METRICS: tuple[Metric, ...] = get_args(Metric)
+MULTILABEL_METRICS: tuple[Metric, ...] = ("micro_f1", "macro_f1", "accuracy", "auroc")
+"""Those of a multi-label task, its default first."""
 
 Labels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""One label per row: int64 classes from 0 on, float32 values of a regression, or float32 words of a text to write.
+"""One label per row: int64 classes from 0 on, float32 values of a regression, or float32 words of a text to write; of
+a multi-label task a row of float32 zeros and ones, (n, labels).
 
 The number of words is no label that anybody learns; partitions deal texts out by it, as they do values.
 """
@@ -140,7 +143,9 @@ class Task:
 
     name: str
     num_labels: int
-    """Classes; 1 is a regression, 0 writes text."""
+    """Classes or labels; 1 is a regression, 0 writes text."""
+    multilabel: bool = False
+    """An example has any number of the labels, none included, in the place of one class."""
     metric: Metric = "accuracy"
     max_length: int = 128
     """Longest sequence in tokens."""
@@ -189,8 +194,8 @@ class Task:
 
     @property
     def has_classes(self) -> bool:
-        """Return whether the labels are classes."""
-        return self.num_labels > 1
+        """Return whether each example is of one class."""
+        return self.num_labels > 1 and not self.multilabel
 
 
 def as_texts(examples: Examples, *, task: str) -> Rows:

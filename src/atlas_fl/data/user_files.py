@@ -17,7 +17,9 @@ from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
     METRICS,
+    MULTILABEL_METRICS,
     Images,
+    Labels,
     Metric,
     Pixels,
     Rows,
@@ -35,7 +37,8 @@ FORM = (
     "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,client=COLUMN][,OPTION=VALUE]"
 )
 CLASSES_FORM = "name,labels=CLASS|CLASS|.."
-IMAGE_FORM = "name=path[,size=PIXELS]"
+IMAGE_FORM = "name=path[,size=PIXELS][,client=file][,least=NUMBER][,labels=CLASS|CLASS|..]"
+_IMAGE_OPTIONS = ("size", "client", "least", "labels")
 SHOWN_CLASSES = 10
 _WHOLE_NUMBER = r"-?\d{1,4000}"
 """Longer ones are words: Python reads none of more than 4,300 digits."""
@@ -61,10 +64,10 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     name, path, options = _parse_description(description)
     if path is None:
         return (_classes_task(name, options),)
-    if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
-        return (folder_task(name, path, options),)
+    sources = own_clients.find_sources(path, Dealing(client=options.get("client")), name=name)
+    if any(map(_class_folders, sources.values())):
+        return (folder_task(name, path, options, sources),)
     columns = _columns(name, options)
-    sources = own_clients.find_sources(path, columns.dealing, name=name)
     args = (name, tuple(sources.items()), columns, *READERS.values())
     read = read_once(_read_tasks, *args, files=sources.values())
     prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
@@ -78,7 +81,7 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
 def _classes_task(name: str, options: Mapping[str, str]) -> Task:
     """A task of which the classes are known here and the data lie at sites (`atlas serve`)."""
     columns = _columns(name, options)
-    if not columns.labels or options.keys() - {"labels", "metric"}:
+    if not columns.labels or options.keys() - {"labels", "metric", "multi"}:
         raise ConfigError(f"task {name!r} names no file; write {FORM}, or {CLASSES_FORM} where sites have the data")
 
     def load(_: Source) -> TaskData:
@@ -89,6 +92,7 @@ def _classes_task(name: str, options: Mapping[str, str]) -> Task:
     return Task(
         name=name,
         num_labels=len(columns.labels),
+        multilabel=columns.multi is not None,
         metric=columns.metric,
         label_names=columns.labels,
         positive=_positive(columns.labels, columns, "labels="),
@@ -195,12 +199,24 @@ class Columns:
     """Most rows that are drawn of each split."""
     labels: tuple[str, ...] = ()
     """Classes, in their order; those of the data where nobody declares them."""
+    multi: str | None = None
+    """Character between the labels in one cell, or a word of `SEPARATORS`; None: a cell is one label."""
     dealing: Dealing = field(default_factory=Dealing)
 
     @property
     def has_classes(self) -> bool:
-        """Return whether its labels are classes."""
+        """Return whether its labels have names."""
         return self.target is None and self.metric != "pearson"
+
+    def words(self, value: Any) -> tuple[str, ...]:
+        """The names of the labels in a cell: one, or with `multi` those of a list or of its parts."""
+        if self.multi is None:
+            return (_word(value),)
+        if isinstance(value, list | tuple):
+            return tuple(dict.fromkeys(map(_word, value)))
+        cell = "" if value is None or value != value else _word(value)
+        parts = cell.split(SEPARATORS.get(self.multi, self.multi))
+        return tuple(dict.fromkeys(word for part in parts if (word := _word(part))))
 
     @property
     def reading(self) -> Reading:
@@ -208,7 +224,7 @@ class Columns:
         kinds = dict.fromkeys((self.text, self.target or self.pair or self.text), "text")
         hint = f"; name the one to write {self.target!r} after with text=, or say text={self.target} for no prompt"
         if self.target is None:
-            kinds[self.label] = "class" if self.has_classes else "number"
+            kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
         return Reading(
             columns=(*kinds.items(), *self.dealing.kinds),
@@ -234,14 +250,19 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             raise unknown_name("task option", key, _OPTIONS)
         if value not in _CHOICES.get(key, (value,)):
             raise unknown_name(key, value, _CHOICES[key])
-    if "target" in options and (others := sorted({"pair", "label", "labels", "metric"} & options.keys())):
+    if "target" in options and (others := sorted({"pair", "label", "labels", "metric", "multi"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    metric, colon, positive = options.get("metric", "accuracy").partition(":")
+    usual = "micro_f1" if "multi" in options else "accuracy"
+    metric, colon, positive = options.get("metric", usual).partition(":")
     if metric not in METRICS:
         raise unknown_name("metric", metric, METRICS)
+    if metric == "micro_f1" and "multi" not in options:
+        raise ConfigError(
+            f"task {name!r} has metric=micro_f1, which of one class a row is accuracy; say accuracy, or add multi=;"
+        )
     if colon and (metric != "f1" or not positive):
         raise ConfigError(
             f"task {name!r} has metric={options['metric']}; a class stands behind f1 alone, as in metric=f1:yes"
@@ -268,10 +289,16 @@ def _check_reading(name: str, columns: Columns) -> None:
             f"task {name!r} has labels= and task={task}, whose tasks have classes each; write a row of --task for each,"
             f" as in {name}=..,task={task}:WORD,labels=..|.."
         )
-    if columns.sep is not None and len(columns.sep) > 1 and columns.sep not in SEPARATORS:
-        known = ", ".join(SEPARATORS)
+    for option, sep in (("sep", columns.sep), ("multi", columns.multi)):
+        if sep is not None and len(sep) > 1 and sep not in SEPARATORS:
+            known = ", ".join(SEPARATORS)
+            raise ConfigError(
+                f"{option}={sep} of task {name!r} is no separator; give one character, or a word of {known}"
+            )
+    if columns.multi is not None and columns.metric not in MULTILABEL_METRICS:
         raise ConfigError(
-            f"sep={columns.sep} of task {name!r} is no separator; give one character, or a word of {known}"
+            f"task {name!r} has multi= and metric={columns.metric}; rows of several labels are judged by"
+            f" {', '.join(MULTILABEL_METRICS)}: say one of these, or leave multi= out"
         )
     if not re.fullmatch(r"[1-9]\d{0,11}", columns.rows or "1"):
         raise ConfigError(f"rows={short_repr(columns.rows)} of task {name!r} is no number of rows from 1 on")
@@ -302,7 +329,8 @@ def _read_tables(path: Path, columns: Columns) -> tuple[dict[str, Table], tuple[
     if not {"train", "all"} & tables.keys():
         raise DataError(
             f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
-            " images give a folder of them for each class, or such folders in train and test"
+            " images give a folder of them for each class, or such folders in train and test; add client=file where"
+            " each folder is a client's"
         )
     return tables, notes
 
@@ -314,6 +342,7 @@ def _make_task(
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
+        multilabel=columns.multi is not None,
         metric=columns.metric,
         truncate=columns.truncate,
         label_names=names,
@@ -366,7 +395,7 @@ def _arrange_task(
         data = own_clients.arrange_clients(dealt, columns.dealing, name=name)
     else:
         # a class that labels= declares may be at other sites
-        held_out = () if columns.labels else names
+        held_out = () if columns.labels or columns.multi else names
         labelled = columns.target is None and not columns.labels
         data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
     return data, names
@@ -378,26 +407,44 @@ def _labelled_rows(
     """The rows by file and split, and the names of the classes; none of a regression."""
     names = columns.labels
     if columns.has_classes and not names:
-        words = [_word(value) for table in tables.values() for value in table[columns.label]]
+        cells = [columns.words(value) for table in tables.values() for value in table[columns.label]]
+        words = [word for own in cells for word in own]
+        if columns.multi is not None and max(map(len, cells)) < 2:
+            raise DataError(
+                f"no row of {path} has two labels with multi={columns.multi} between them, as in"
+                f" {short_repr(max(words, key=len, default=''))}; name the character that is there, leave multi= out"
+                " for one class a row, or declare labels that are rarely together with labels="
+            )
         column = columns.dealing.task_column
         alone = "" if column is None else f", or take other tasks alone, as in task={column}:WORD"
-        names = _class_names(words, columns.label, origin=path, remedy=alone)
-    numbers = {name: number for number, name in enumerate(names)}
+        names = _class_names(words, columns, origin=path, remedy=alone)
     rows = {}
     for part, table in tables.items():
         if columns.labels:
             _check_declared(table, columns, origin=origins[part])
-        label = np.asarray(
-            [numbers[_word(value)] if names else float(value) for value in table[columns.label]],
-            dtype=np.int64 if names else np.float32,
-        )
         pair = None if columns.pair is None else _texts(table, columns.pair)
+        label = _label_array(table, columns, names)
         rows[part] = Rows(text=_texts(table, columns.text), pair=pair, label=label)
     return rows, names
 
 
+def _label_array(table: Table, columns: Columns, names: Sequence[str]) -> Labels:
+    """The labels of a table's rows (`task.Labels`), numbered in the order of the names."""
+    if not names:
+        return np.asarray([float(value) for value in table[columns.label]], dtype=np.float32)
+    numbers = {name: number for number, name in enumerate(names)}
+    by_row = [[numbers[word] for word in columns.words(value)] for value in table[columns.label]]
+    if columns.multi is None:
+        return np.asarray([number for (number,) in by_row], dtype=np.int64)
+    label = np.zeros((len(by_row), len(names)), dtype=np.float32)
+    for row, own in zip(label, by_row, strict=True):
+        row[own] = 1
+    return label
+
+
 def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
-    other = Counter(word for value in table[columns.label] if (word := _word(value)) not in columns.labels)
+    words = (word for value in table[columns.label] for word in columns.words(value))
+    other = Counter(word for word in words if word not in columns.labels)
     if other:
         (word, count), *_ = other.most_common()
         raise DataError(
@@ -416,16 +463,20 @@ def _texts(table: Table, name: str) -> tuple[str, ...]:
     return tuple(map(str, table[name]))
 
 
-def _class_names(labels: Sequence[str], column: str, *, origin: str, remedy: str = "") -> tuple[str, ...]:
+def _class_names(labels: Sequence[str], columns: Columns, *, origin: str, remedy: str = "") -> tuple[str, ...]:
     words = set(labels)
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
     are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
     names = sorted(words, key=lambda word: (int(word), word)) if are_whole else sorted(words)
     if not 2 <= len(names) <= max(2, len(labels) // 2):
+        shown = f", such as {short_repr(names[0])}" if names else ""
+        kind, where, other = "classes", "rows", "ask for a regression with metric=pearson"
+        if columns.multi is not None:
+            kind, where, other = "labels", "places", f"another character between labels than multi={columns.multi}"
         raise DataError(
-            f"column {column!r} of {origin} has {len(names)} different values in {len(labels)} rows, such as"
-            f" {short_repr(names[0])}; allowed: two classes or more, of two rows each on average; name the label column"
-            f" with label=, or ask for a regression with metric=pearson{remedy}"
+            f"column {columns.label!r} of {origin} has {len(names)} different values in {len(labels)} {where}{shown};"
+            f" allowed: two {kind} or more, of two rows each on average; name the label column with label=, or"
+            f" {other}{remedy}"
         )
     return tuple(names)
 
@@ -438,25 +489,33 @@ def _word(value: Any) -> str:
 
 def _read_images(
     name: str,
-    splits: tuple[tuple[str, Path], ...],
+    splits: tuple[tuple[Part, Path], ...],
     label_names: tuple[str, ...],
     size: int | None,
+    dealing: Dealing,
+    held_out: tuple[str, ...],
     validation_share: float | None,
 ) -> TaskData:
-    """The splits of the images in these folders of classes."""
+    """The splits of the images in these folders of classes; those `held_out` need a training image."""
     members = {
-        split: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
-        for split, folder in splits
+        part: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
+        for part, folder in splits
     }
     pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
-    stacked = _stack_images(members, pixels)
-    return arrange(stacked, name=name, label_names=label_names, validation_share=validation_share)
+    dealt: dict[str, dict[str, Images]] = {}
+    for (client, split), images in _stack_images(members, pixels).items():
+        dealt.setdefault(client, {})[split] = images
+    if dealing.client is not None:
+        return own_clients.arrange_clients(dealt, dealing, name=name, validation_share=validation_share)
+    return arrange(
+        dealt[""], name=name, labelled=bool(held_out), label_names=held_out, validation_share=validation_share
+    )
 
 
 def _stack_images(
-    members: Mapping[str, Sequence[tuple[Path, int]]], pixels: Mapping[Path, Pixels]
-) -> dict[str, Images]:
-    """The splits as `Images`: all grey or, where one has colours, all in three channels."""
+    members: Mapping[Part, Sequence[tuple[Path, int]]], pixels: Mapping[Path, Pixels]
+) -> dict[Part, Images]:
+    """The splits of clients as `Images`: all grey or, where one has colours, all in three channels."""
     first = next(iter(pixels))
     height, width = pixels[first].shape[:2]
     for file, image in pixels.items():
@@ -467,41 +526,55 @@ def _stack_images(
             )
     shape = (height, width, max(image.shape[2] for image in pixels.values()))
     stacked = {}
-    for split, images in members.items():
+    for part, images in members.items():
         array = np.empty((len(images), *shape), dtype=np.uint8)
         for index, (file, _) in enumerate(images):
             array[index] = pixels[file]  # a grey image becomes three equal channels
-        stacked[split] = Images(pixels=array, label=np.asarray([label for _, label in images], dtype=np.int64))
+        stacked[part] = Images(pixels=array, label=np.asarray([label for _, label in images], dtype=np.int64))
     return stacked
 
 
-def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
-    """The task of `name=path,size=..`; a class is a folder, in the order of the names.
+def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapping[str, Path]) -> Task:
+    """The task of `name=path,size=..`; a class is a folder, in the order of the names, or of labels=.
 
     Folders train and test, and validation where there is one, keep their splits (`cleaning.arrange`); one folder of
-    classes is cut into splits (`cleaning.split_rows`). With `size` every image is scaled so that its shorter side is so
-    long, and cropped in the middle; without, all must be of one size. Images are read when the task is loaded.
+    classes is cut into splits (`cleaning.split_rows`). With client=file each of `sources` is such a folder of one
+    client. With `size` every image is scaled so that its shorter side is so long, and cropped in the middle; without,
+    all must be of one size. Images are read when the task is loaded.
     """
     for key in options:
-        if key != "size":
-            raise unknown_name("option of a task of images", key, ("size",))
+        if key not in _IMAGE_OPTIONS:
+            raise unknown_name("option of a task of images", key, _IMAGE_OPTIONS)
     size = options.get("size")
     if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
         given = f"size={short_repr(size)} of task {name!r}"
         raise ConfigError(f"{given} is no number of pixels from 1 to 4096; the form is {IMAGE_FORM}")
-    splits = _split_folders(path)
-    folders = [folder for split in splits.values() for folder in _folders(split)]
-    label_names = tuple(sorted({folder.name for folder in folders if _images(folder)}))
-    if len(label_names) < 2:
-        raise DataError(
-            f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
+    dealing = own_clients.read_options(name, {key: options[key] for key in ("client", "least") if key in options})
+    if dealing.client not in (None, own_clients.BY_FILE):
+        raise ConfigError(
+            f"task {name!r} has client={dealing.client}, and images have no columns; write client={own_clients.BY_FILE}"
+            " for a folder of each client, with a folder of each class in it"
         )
-    left_out = [] if "all" in splits else [str(one) for one in _folders(path) if one not in splits.values()]
+    classes = {word: folders for word, source in sources.items() if (folders := _class_folders(source))}
+    splits = {(word, split): folder for word in classes for split, folder in _split_folders(sources[word]).items()}
+    label_names = _image_classes(name, path, {one.name for folders in classes.values() for one in folders}, options)
+    stray = [str(source) for word, source in sources.items() if word not in classes]
+    cut = [sources[word] for word in classes if sources[word] not in splits.values()]
+    unnamed = [str(one) for folder in cut for one in _folders(folder) if one not in splits.values()]
+    told = (*left_out_note(stray, since="since they hold no images by class"), *left_out_note(unnamed))
+    clients: tuple[str, ...] = ()
+    if dealing.client is not None:
+        sizes = {word: sum(len(_images(one)) for one in folders) for word, folders in classes.items()}
+        words = own_clients.large_enough(sizes, dealing, name=name)
+        clients = own_clients.name_clients(words, prefix="client")
+        told = (*own_clients.name_notes(words, clients), *told)
     pixels = None if size is None else int(size)
+    held_out = () if "labels" in options else label_names
 
     def load(source: Source) -> TaskData:
-        args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
-        return replace(read_once(_read_images, *args, files=(path,)), notes=left_out_note(left_out))
+        args = (name, tuple(splits.items()), label_names, pixels, dealing, held_out, source.validation_share)
+        data = read_once(_read_images, *args, files=sources.values())
+        return replace(data, notes=(*told, *data.notes))
 
     return Task(
         name=name,
@@ -509,8 +582,28 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         images=True,
         label_names=label_names,
         note=f"your own images: {path}",
+        clients=clients,
         load=load,
     )
+
+
+def _image_classes(name: str, path: Path, found: set[str], options: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the classes: those of the folders, or those that labels= declares."""
+    names = _declared_classes(name, options["labels"]) if "labels" in options else tuple(sorted(found))
+    if other := sorted(found - set(names)):
+        raise DataError(
+            f"{path} has a folder of images {other[0]!r}, which is none of the classes that labels= declares"
+            f" ({', '.join(names)}); rename it, or declare it"
+        )
+    if len(names) < 2:
+        raise DataError(f"{path} has images of one class only ({names[0]!r}); a task needs a folder for each of two")
+    return names
+
+
+def _class_folders(path: Path) -> list[Path]:
+    """The folders of images in all splits of a folder."""
+    splits = _split_folders(path).values() if path.is_dir() else ()
+    return [folder for split in splits for folder in _folders(split) if _images(folder)]
 
 
 def _folders(path: Path) -> list[Path]:

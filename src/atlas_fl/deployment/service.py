@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
+from atlas_fl.config.conflicts import MULTILABEL, kinds_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
 from atlas_fl.data.task import Task
@@ -112,7 +113,7 @@ def client_manager_of(
 
 def is_declared(task: Task) -> bool:
     """Return whether a task of the settings has classes that sites do not know by its name."""
-    return task.name not in TASKS and task.has_classes and not task.images
+    return task.name not in TASKS and task.num_labels > 1
 
 
 def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:
@@ -138,6 +139,11 @@ def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> Che
             raise ProtocolError(
                 f"task {metadata.task!r} of {name} has labels, and this model writes text and has no head for them;"
                 " bring a task with target="
+            )
+        if metadata.multilabel and MULTILABEL not in kinds_of(config).values():
+            raise ProtocolError(
+                f"task {metadata.task!r} of {name} has several labels a row, and no task of the settings has; bring a"
+                " task of one class a row, or ask who runs the server for NAME,labels=a|b,multi=semicolon"
             )
         client, tokens = placeholder_client(name, metadata)
         assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)

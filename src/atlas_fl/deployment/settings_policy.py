@@ -121,7 +121,7 @@ def _check_sizes(config: Config, consent: SiteChoices, task: Task) -> None:
             value = value_of(config, setting.name)
             largest = max(value, default=0) if isinstance(value, tuple) else value
             _check(f"the server's {setting.flag}", largest or 0, most=setting.range.at_site)
-    rate = learning_rate_of(config, with_images=task.images)
+    rate = learning_rate_of(config, with_images=task.images) * max(1.0, config.training.head_rate)
     for name in ("weight_decay", "proximal_mu"):
         what = f"the server's --lr times {settings()[name].flag}"
         why = "with more an update shows the last examples alone"
@@ -236,7 +236,7 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     method = strategy_of(config)
     report = "" if method.report == "none" else f"; {method.report_words}"
     lengths = "" if task.images else ", their token lengths"
-    labels = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
+    labels = "labels' names and counts" if task.num_labels > 1 else "mean and spread of its labels"
     filters = " ".join(config.training.update_filter)
     noise = f"filtered by --update-filter {filters}" if filters else "without noise"
     leaves = [

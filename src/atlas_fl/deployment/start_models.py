@@ -233,7 +233,8 @@ class StartModels:
         options = self.options
         fresh = self._parts(initial)
         is_sgd = options.optimizer == "sgd"
-        step = options.lr * options.clip / (1 - options.momentum) if is_sgd else options.lr
+        rate = options.lr * max(1.0, options.head_rate)
+        step = rate * options.clip / (1 - options.momentum) if is_sgd else rate
         for name, part in parts.items():
             moving = part if isinstance(part, Tensor) else part[1]  # of an adapter, B is what moves at first
             # SGD's clipped step is as long as it is, in all; AdamW moves every number by the rate

@@ -168,7 +168,8 @@ def export_model(
     with a gate one of ours. No part of the path below `within` is a link.
     """
     # a regression has other statistics in the place of counts
-    counts = statistics["labels"] if "majority" in statistics else {}
+    multilabel = "cardinality" in statistics
+    counts = statistics["labels"] if "majority" in statistics or multilabel else {}
     labels, missing = list(counts), None
     if counts and config.training.prior_correction:
         prior = log_frequencies(torch.tensor(list(counts.values())))
@@ -186,6 +187,7 @@ def export_model(
         writes=not head_keys(params),
         seq2seq=family.seq2seq,
         labels=labels,
+        multilabel=multilabel,
         missing_prior=missing,
         lacks_prior=LACKS_PRIOR,
     )
@@ -196,7 +198,7 @@ def export_model(
         elif backbone.vision is not None:
             save_vision(backbone.vision, params, draft, labels=labels)
         else:
-            save_classifier(backbone, params, draft, labels=labels)
+            save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
         write_atomic(draft / CARD, card.encode())
     lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
     if missing is not None:

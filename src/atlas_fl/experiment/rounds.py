@@ -6,6 +6,7 @@ Engines train and evaluate the clients; the recorder writes the files.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
@@ -254,6 +256,7 @@ def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
         round=number,
         clients=tuple(name for name in drawn if name in assembly.names),
         tasks={client.name: client.task.name for client in assembly.clients},
+        examples={client.name: len(client.train) for client in assembly.clients},
         client_models=state.client_models,
         server_models=state.server_models,
         server_state=state.server_state,
@@ -308,8 +311,11 @@ def one_round(
     cuts = cuts_of(assembly, planned.plan)
     engine = attach_hosts(assembly, planned.plan.clients, engine)
     jobs = _train_jobs(assembly, planned, start, parts, cuts)
-    trained = engine.run("train", jobs)
-    state, updates = _train_own_models(engine, jobs, state, start, parts, trained)
+    updates = engine.run("train", jobs)
+    state, extra_steps = _train_own_models(engine, jobs, state, start, parts)
+    updates = [
+        replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
+    ]
     received = screen_updates(assembly, state, updates)
     step = _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received)
     mixed = replace(
@@ -388,15 +394,10 @@ def _train_jobs(
 
 
 def _train_own_models(
-    engine: Engine,
-    jobs: Sequence[Job],
-    state: FederationState,
-    start: RoundStart,
-    parts: Sequence[Part],
-    shared: Sequence[Update],
-) -> tuple[FederationState, Sequence[Update]]:
-    """The state with the models of their own that clients train beside the shared ones, on the same examples; and the
-    updates of these with the steps of both."""
+    engine: Engine, jobs: Sequence[Job], state: FederationState, start: RoundStart, parts: Sequence[Part]
+) -> tuple[FederationState, Counter[str]]:
+    """(the state with the models of their own that clients train on the same examples, by client their steps)."""
+    steps: Counter[str] = Counter()
     for part in parts:
         own = part.own_training(start)
         if own is None:
@@ -412,10 +413,10 @@ def _train_own_models(
             for job in jobs
         ]
         updates = {update.client: update for update in engine.run("train", own_jobs)}
+        steps.update({name: int(update.metrics["steps"]) for name, update in updates.items()})
         models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
         state = replace(state, by_client={**state.with_newest(updates), "second": models})
-        shared = [update.with_steps(updates[update.client].metrics["steps"]) for update in shared]
-    return state, shared
+    return state, steps
 
 
 def _keep_trained(state: FederationState, received: ReceivedUpdates) -> ServerStep:
@@ -572,8 +573,8 @@ def choose_models(
 def _candidate_losses(
     engine: Engine, candidates: Mapping[int, ByClient], *, round: int, prior_correction: bool
 ) -> dict[str, dict[int, float]]:
-    """The finite losses of the candidates on the training examples of each client that answered for all."""
-    options = EvaluateOptions(split="train", prior_correction=prior_correction)
+    """The finite losses of the candidates on the validation examples of each client that answered for all."""
+    options = EvaluateOptions(split="validation", prior_correction=prior_correction)
     losses: dict[str, dict[int, float]] = {}
     for label, models in candidates.items():
         jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]

@@ -17,7 +17,6 @@ from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
 from atlas_fl.experiment.alone import num_alone
-from atlas_fl.methods.kriging import PASSES
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.ranks_and_cuts import IMPORTANCE_BATCHES
 from atlas_fl.setup.assembly import assemble
@@ -84,7 +83,7 @@ def predict(config: Config, num_examples: Sequence[int], *, loading: float, step
     everyone = step * fmean(num_steps(count, options) for count in num_examples)
     share = num_participants(len(num_examples), training.participation) / len(num_examples)
     num_evaluations = -(-training.rounds // training.eval_every)
-    halves = PASSES * everyone if strategy_of(config).asks_once else 0.0
+    halves = 2 * everyone if strategy_of(config).asks_once else 0.0
     planning_steps = IMPORTANCE_BATCHES
     if clustering.fingerprint == "delta":
         planning_steps += 2 * clustering.fingerprint_steps

@@ -57,6 +57,7 @@ METRICS = (
         "accuracy",
         "balanced_accuracy",
         "f1",
+        "micro_f1",
         "macro_f1",
         "auroc",
         "precision",
@@ -70,7 +71,8 @@ METRICS = (
 )
 """Scores in rows of evaluations."""
 ROW_NAMES = (
-    *("round", "client", "task", "split", "classes", "examples", "seconds", "steps", "skipped", "gain_over_majority"),
+    *("round", "client", "task", "split", "classes", "examples", "seconds", "skipped", "gain_over_majority"),
+    *("steps", "head_steps", "extra_steps"),
     *METRICS,
 )
 """Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""
@@ -373,7 +375,9 @@ def summarise(
             | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0}), "utilisation": used[client]}
             for client, history in by_client.items()
         },
-        "steps": sum(int(row.get("steps", 0)) for row in metrics if row.get("split") == "train"),
+        "steps": sum(
+            int(row.get(name, 0)) for row in metrics if row.get("split") == "train" for name in ("steps", "extra_steps")
+        ),
         "bytes": _bytes(traffic, metrics, full_model_bytes),
         "seconds": {
             "phases": dict(phase_seconds),

@@ -42,6 +42,7 @@ class Apfl(SecondModel):
 
 APFL = PublishedMethod(
     summary="APFL: FedAvg, and own models interpolated with it (Deng et al. 2020, arXiv:2003.13461).",
+    differs="whole models; the shared model is interpolated as it was sent, there as the client trains it",
     rule="fedavg",
     settings={"second_model": "interpolated", **FACTORS},
     equal_ranks=True,

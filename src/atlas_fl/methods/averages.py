@@ -25,6 +25,7 @@ class FedAvg(Method):
     """One average over all clients, weighted by examples; heads only inside their task."""
 
     name = "fedavg"
+    differs = "whole models"
     is_average = True
 
     def rule(self, step: MixingContext) -> np.ndarray:

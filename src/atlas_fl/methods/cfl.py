@@ -1,16 +1,20 @@
 """CFL: a cluster whose clients pull against each other is cut in two by the cosines of their updates.
 
     Delta_k = w'_k - w_k          the update of client k in this round, over all that is shared
-    cut where || sum_k p_k Delta_k || < ratio max_k || Delta_k ||
+    cut where || sum_k p_k Delta_k || < eps_1 and max_k || Delta_k || > eps_2
     into the two parts with the least of the largest cosine between them (single linkage)
 
 Sattler, Müller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under
 Privacy Constraints", 2019, arXiv:1910.01991, algorithms 1 and 3: where the average hardly moves and single clients do,
-nobody's optimum is the common one. Their two thresholds on norms, whose quotient is .25 in their program, are one here,
-so that it means the same for every model. Clusters are averaged apart from the round in which they were cut. A cluster
-is cut only in a round in which all of its clients took part.
+nobody's optimum is the common one. As in their program (felisat/clustered-federated-learning) eps_1 = .4 and eps_2 =
+1.6 are lengths, and clusters of more than two are cut after round 20 of 80, here a quarter of a shorter run: before,
+and among the noise of alike clients, whose average is a root of n shorter than they are, a quotient alone cuts what
+belongs together. Both lengths suit their network; those of another model and optimizer are to be tuned. Shares are by
+examples. Clusters are averaged apart from the round in which they were cut. A cluster is cut only in a round in which
+all of its clients took part.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -26,6 +30,8 @@ from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState
 
+LARGEST_WHOLE = 2
+"""Largest cluster that is never cut."""
 CLUSTERS = "clusters"
 """The entry of the server state: the cluster of every client, by name; absent before the first round."""
 
@@ -70,10 +76,12 @@ def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " 
     return np.asarray(part != part[0])
 
 
-def pull_apart(gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, ratio: float) -> bool:
-    """Return whether the average of updates with these inner products is shorter than this share of the longest."""
+def pull_apart(
+    gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, eps_1: float, eps_2: float
+) -> bool:
+    """Return whether the average of updates with these inner products is below eps_1, and the longest above eps_2."""
     longest = float(np.sqrt(max(float(np.diag(gram).max()), 0.0)))
-    return float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < ratio * longest
+    return longest > eps_2 and float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < eps_1
 
 
 def next_clusters(
@@ -84,30 +92,36 @@ def next_clusters(
     present: Bool[np.ndarray, " n"],
     options: StrategyOptions,
     *,
-    ratio: float,
+    eps_1: float,
+    eps_2: float,
 ) -> Int64[np.ndarray, " n"]:
     """The clusters after a round with these updates; a part that is cut off gets the next free number."""
     result = clusters.copy()
     for label in sorted(set(clusters.tolist())):
         inside = np.flatnonzero(clusters == label)
-        if len(inside) < 2 or not present[inside].all():
+        if len(inside) <= LARGEST_WHOLE or not present[inside].all():
             continue
         tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
         gram = gram_of_changes(before, after, tasks, options)
         shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
-        if pull_apart(gram, np.asarray(shares), ratio=ratio):
+        if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
             result[inside[bipartition(cosines(gram))]] = result.max() + 1
     return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cfl(Method):
-    """Averages inside clusters that are cut in two where updates disagree (`--bipartition-ratio`)."""
+    """Averages inside clusters that are cut in two where updates disagree (`--bipartition-norm`)."""
 
-    bipartition_ratio: Annotated[float, Range(above=0, most=1), Tried("cfl", values=(0.4, 0.25, 0.6, 0.8))] = 0.4
-    """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
+    bipartition_norm: Annotated[float, Range(above=0), Tried("cfl", values=(1.6, 8.0, 12.0, 4.0))] = 1.6
+    """`cfl` cuts a cluster in two only where its longest update is longer than this, its authors' eps_2."""
+    bipartition_ratio: Annotated[float, Range(above=0, most=1), Tried("cfl", values=(0.25, 0.5, 0.4, 0.6))] = 0.25
+    """And only where the average of its updates is shorter than this share of `--bipartition-norm`, their eps_1."""
+    bipartition_round: Annotated[int, Range(least=0)] = 20
+    """And only after so many rounds, or after a quarter of a run in which these would be more."""
 
     name = "cfl"
+    differs = "whole models; a cluster is cut in a round of all of its clients alone"
     takes_newcomers = False
 
     def rule(self, step: MixingContext) -> np.ndarray:
@@ -115,13 +129,22 @@ class Cfl(Method):
         return average_inside_state(step, self.options)
 
     def next_state(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
     ) -> ServerState:
         """The clusters, cut by these updates."""
         present = np.array([client in updates for client in federation.clients])
         clusters = clusters_in(server_state.get(CLUSTERS), federation)
         after = with_updates(client_models, updates)
-        clusters = next_clusters(
-            clusters, client_models, after, federation, present, self.options, ratio=self.bipartition_ratio
-        )
+        if round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
+            eps_2 = self.bipartition_norm
+            eps_1 = self.bipartition_ratio * eps_2
+            clusters = next_clusters(
+                clusters, client_models, after, federation, present, self.options, eps_1=eps_1, eps_2=eps_2
+            )
         return {CLUSTERS: clusters_by_client(federation, clusters)}

@@ -29,6 +29,7 @@ class Ditto(SecondModel):
 
 DITTO = PublishedMethod(
     summary="Ditto: FedAvg, and own models pulled to it (Li et al. 2021, arXiv:2012.04221).",
+    differs="whole models",
     rule="fedavg",
     settings={"second_model": "proximal", **FACTORS},
     equal_ranks=True,

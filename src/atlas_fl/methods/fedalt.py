@@ -5,13 +5,14 @@
 over those who took part; who is alone keeps its model. Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through
 Adaptive Local Training with Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. A client never
 goes on with this mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
-(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`).
+(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`). As in the authors' program
+(jmbian/FedALT), whose models have no head of a task, adapters alone are sent: head and gate stay at the client.
 """
 
 import numpy as np
 
 from atlas_fl.aggregation.rules import MixingContext, weighted_average
-from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
+from atlas_fl.methods.method import Method, PublishedMethod
 
 
 class FedAvgOfOthers(Method):
@@ -33,12 +34,14 @@ class FedAvgOfOthers(Method):
 
 FEDALT = PublishedMethod(
     summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
+    differs="the others are weighted by examples, there equally",
     rule="fedavg_of_others",
     settings={
         "personal_models": True,
         "second_model": "stacked",
         "second_gate": "input",
-        **FACTORS,
+        "space": "factors",
+        "share": ("A", "B"),
     },
     equal_ranks=True,
 )

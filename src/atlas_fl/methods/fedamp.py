@@ -61,6 +61,7 @@ class FedAvgByDistance(Method):
 
 FEDAMP = PublishedMethod(
     summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
+    differs="whole models; sigma counts mean squared distances of a round; heads have distances of their own",
     rule="fedavg_by_distance",
     settings={"personal_models": True, **FACTORS},
     suggested={"proximal_mu": 0.1},

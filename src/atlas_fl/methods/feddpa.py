@@ -26,6 +26,7 @@ class FedDpa(SecondModel):
 
 FEDDPA = PublishedMethod(
     summary="FedDPA: a shared adapter and one's own, stacked (Yang et al. 2024, arXiv:2403.19211).",
+    differs="one fixed weight of the own adapter at inference, there one for each input",
     rule="fedavg",
     settings={"second_model": "stacked"},
 )

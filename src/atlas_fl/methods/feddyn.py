@@ -32,6 +32,7 @@ class FedAvgDynamic(FedAvg):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
 
     name = "fedavg_dynamic"
+    differs = ""
     equal_ranks = True
     in_factors = True
     is_average = False
@@ -96,6 +97,7 @@ def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, 
 
 FEDDYN = PublishedMethod(
     summary="FedDyn: clients held and corrected by their own changes (Acar et al. 2021, arXiv:2111.04263).",
+    differs="whole models; shares are by examples, there equal; the server keeps each client's sum and sends it",
     rule="fedavg_dynamic",
     settings=FACTORS,
     suggested={"proximal_mu": 0.1},

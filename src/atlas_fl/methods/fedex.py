@@ -17,6 +17,7 @@ class FedAvgWithResidual(WithFrozenPart):
     """FedEx-LoRA: averaged factors, and what they lack of the average of the products joins the frozen part."""
 
     name = "fedavg_with_residual"
+    differs = ""
     equal_ranks = True
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
@@ -26,6 +27,7 @@ class FedAvgWithResidual(WithFrozenPart):
 
 FEDEX = PublishedMethod(
     summary="FedEx-LoRA: averaged factors, and a frozen rest that makes it exact (arXiv:2410.09432).",
+    differs="averages are weighted by examples, there equally",
     rule="fedavg_with_residual",
     settings=FACTORS,
     equal_ranks=True,

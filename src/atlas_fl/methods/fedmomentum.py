@@ -21,6 +21,7 @@ class FedAvgWithRest(WithFrozenPart):
     """The average of products cut to the rank that all have, and what it lacks joins the frozen part."""
 
     name = "fedavg_with_rest"
+    differs = ""
     equal_ranks = True
     in_factors = False
     fixed: ClassVar = {"space": "product", "within": "all"}
@@ -37,6 +38,7 @@ class FedAvgWithRest(WithFrozenPart):
 FEDMOMENTUM = PublishedMethod(
     summary="FedMomentum: leading directions of the average, the rest frozen (Yan et al. 2026, arXiv:2603.08014).",
     rule="fedavg_with_rest",
+    differs="the decomposition is exact, there randomised; all of the rest is kept",
     settings={"space": "product", "share": ("A", "B", "head")},
     equal_ranks=True,
 )

@@ -228,7 +228,8 @@ def alignment_loss(features: Tensor, labels: Tensor, centroids: Params) -> Tenso
 
 FEDPAC = PublishedMethod(
     summary="FedPAC: heads combined by class means of features, to which these are pulled (arXiv:2306.11867).",
+    differs="whole models; class means are of the round before; weights below .001 stay",
     rule="classifier_collaboration",
     settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
-    suggested={"feature_alignment": 1.0},
+    suggested={"feature_alignment": 1.0, "head_epochs": 1},
 )

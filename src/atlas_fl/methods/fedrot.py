@@ -56,6 +56,7 @@ class FedAvgRotated(FedAvg):
     """Strength with which `fedrot` rotates each client's factors towards those that it was sent: 0 is none, 1 all."""
 
     name = "fedavg_rotated"
+    differs = ""
     equal_ranks = True
     in_factors = True
     is_average = False
@@ -84,6 +85,7 @@ class FedAvgRotated(FedAvg):
 FEDROT = PublishedMethod(
     summary="FedRot-LoRA: A and B rotated towards those sent, then averaged (Zhang et al. 2026, arXiv:2602.23638).",
     rule="fedavg_rotated",
+    differs="the server rotates, there each client; a client without others is not rotated",
     settings=FACTORS,
     equal_ranks=True,
 )

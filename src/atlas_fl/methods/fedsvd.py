@@ -5,8 +5,8 @@
 B A stays what it was, since its rank is at most r. Lee, Park, Lee, Wagner, Seong, Bocklet, Lee and Hwang, "FedSVD:
 Adaptive Orthogonalization for Private Federated Learning with LoRA", NeurIPS 2025, arXiv:2505.12805, after every round
 as in the authors' runs. A module whose B A is of less than full rank stays as it is: they take some orthonormal rows
-for the rest. B alone comes up, both go down. The first A is as drawn; a client without others has no server step.
-The private gradients (DP-SGD) that the method is made for are left out.
+for the rest. B alone comes up, both go down, and B trains at FFA-LoRA's rate. The first A is as drawn; a client without
+others has no server step. The private gradients (DP-SGD) that the method is made for are left out.
 """
 
 from dataclasses import replace
@@ -40,6 +40,7 @@ class FedAvgOrthonormal(FedAvg):
     """The average of factors, taken apart anew so that the rows of A are orthonormal; heads only inside their task."""
 
     name = "fedavg_orthonormal"
+    differs = ""
     equal_ranks = True
     in_factors = True
     is_average = False
@@ -65,6 +66,8 @@ class FedAvgOrthonormal(FedAvg):
 FEDSVD = PublishedMethod(
     summary="FedSVD: B trained, A orthonormal by the SVD of the average (Lee et al. 2025, arXiv:2505.12805).",
     rule="fedavg_orthonormal",
+    differs="private gradients are left out; below full rank factors stay; four times the rate of others, as of ffa",
     settings={**FACTORS, "trained_parts": "B"},
+    suggested={"rate_factor": 4.0},
     equal_ranks=True,
 )

@@ -82,6 +82,7 @@ class FedTreeLora(Method):
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
 
     name = "fedtreelora"
+    differs = "the adapter of everybody outside a cluster is left out"
     takes_newcomers = False
     granularity = "layer"
 
@@ -95,9 +96,16 @@ class FedTreeLora(Method):
         return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
 
     def next_state(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
     ) -> ServerState:
         """The tree, made in the first round in which everyone took part."""
+        del round
         if CUTS not in server_state and all(client in updates for client in federation.clients):
             distances = layer_distances(
                 client_models, rules.with_updates(client_models, updates), federation, self.options

@@ -21,6 +21,7 @@ class FedAvgStacked(WithFrozenPart):
     """FLoRA: the sum of all products joins the frozen part, and adapters begin again; heads only inside their task."""
 
     name = "fedavg_stacked"
+    differs = ""
     begins_again = True
 
     def complete(
@@ -48,6 +49,7 @@ def _begin_again(sent: Params) -> dict[str, Tensor]:
 
 FLORA = PublishedMethod(
     summary="FLoRA: all products join a frozen part, adapters begin again (Wang et al. 2024, arXiv:2409.05976).",
+    differs="adapters begin again with the first draw of A, there with a new one",
     rule="fedavg_stacked",
     settings=FACTORS,
 )

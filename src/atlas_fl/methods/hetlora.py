@@ -51,6 +51,7 @@ class FedAvgByNorm(Method):
 
 HETLORA = PublishedMethod(
     summary="HetLoRA: padded A and B averaged by the norms of s B A (Cho et al. 2024, arXiv:2401.06432).",
+    differs="ranks are not pruned during training; heads are averaged by examples",
     rule="fedavg_by_norm",
     settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
 )

@@ -1,13 +1,17 @@
 """IFCA: every client takes the cluster whose model has the least loss on its examples, and is averaged inside it.
 
-    c_k = argmin over the clusters j of F_k(w_j)        on the training examples of client k
+    c_k = argmin over the clusters j of F_k(w_j)        on the validation examples of client k
 
 Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020,
-arXiv:2006.04088, algorithm 1, with model averaging. Adapters begin with B = 0, so that all cluster models would be one;
-the first clusters are therefore drawn by the seed, as even as can be, and round one makes the models differ. A
-cluster's model is what its members begin with: its adapters are one set, its head that of a member of the same task, or
-the client's own where it has none. A cluster that nobody chooses is gone. Of equal losses a client's own cluster wins;
-a loss that is NaN or infinite is left out, so that a model that has diverged at one client stops nobody else.
+arXiv:2006.04088, algorithm 1, with model averaging. Their analysis chooses by fresh examples (their resampling), their
+experiments by those that were trained on. Here it is validation: on its training examples the model that a client has
+trained alone has the least loss of all, so that a cluster of one would never end. Their models are drawn at random, and
+drawn again where that fails (restarts); here one start is made, and tuning tries other numbers of clusters. Adapters
+begin with B = 0, so that all cluster models would be one; the first clusters are therefore drawn by the seed, as even
+as can be, and round one makes the models differ. A cluster's model is what its members begin with: its adapters are one
+set, its head that of a member of the same task, or the client's own where it has none. A cluster that nobody chooses is
+gone. Of equal losses a client's own cluster wins; a loss that is NaN or infinite is left out, so that a model that has
+diverged at one client stops nobody else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +40,9 @@ class Ifca(Method):
     """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
 
     name = "ifca"
+    differs = "whole models; the seed draws the first clusters; validation loss chooses; an unchosen one is gone"
     needs = "equal ranks"
-    extra_passes = "passes over the training examples: k more"
+    extra_passes = "passes over the validation examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
 
     def rule(self, step: MixingContext) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Knobs: settings of single methods, declared as fields of their classes.
 
-    bipartition_ratio: Annotated[float, Range(above=0, most=1), Tried("cfl", values=(0.4, 0.25))] = 0.4
-    \"""`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest.\"""
+    tree_threshold: Annotated[float, Range(least=0, below=1), Tried("fedtreelora", values=(0.1, 0.0))] = 0.1
+    \"""The silhouette above which `fedtreelora` cuts the clients of a layer at all.\"""
 
 Flag, key in a file, help, range and tuning grid of a knob follow from these lines. They are read from the sources of
 the methods, because importing those takes seconds.

@@ -54,6 +54,7 @@ from scipy.optimize import nnls
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
@@ -61,8 +62,6 @@ from atlas_fl.params import ByClient, Params, ServerState, shared_params, subtre
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""
-PASSES = 2
-"""Passes over a half for each one over all examples."""
 LARGEST_WEIGHT = 1e6
 """Largest weight of a model that was trained on half of the examples; others are below one."""
 RIDGE = 1e-9
@@ -199,16 +198,14 @@ class MeasuredSharing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kriging(FromStart):
-    """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
+class FromHalves(FromStart):
+    """A method whose rows follow from split halves: `predict_rows`; averages until a client is measured."""
 
     measure_round: Annotated[int, Range(least=1)] = 4
-    """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
-    those before everyone is given averages, or with `atlas` predictions of clusters."""
-    max_other_share: Annotated[float, Range(above=0, most=1)] = 0.5
-    """Largest share that one other client's model may have in a prediction of `kriging` and `atlas`; 1 bounds none."""
+    """The round in which `kriging`, `atlas`, `mta`, `james_stein` and `stb` measure halves, after a third of the run
+    where it has fewer rounds; in those before everyone is given averages, or with `atlas` predictions of clusters."""
 
-    name = "kriging"
+    reads_within = False
     extra_passes = "in one round each half of the examples, trained apart, and sent beside the model"
     report = "halves"
     asks_once = True
@@ -226,9 +223,9 @@ class Kriging(FromStart):
         return round >= self.first_measured_round
 
     def ask(self, round: RoundStart) -> Collection[str]:
-        """The clients without halves."""
+        """The clients without halves; of one example there are none."""
         known = subtree(round.server_state, HALVES)
-        return [name for name in super().ask(round) if name not in known]
+        return [name for name in super().ask(round) if name not in known and round.examples[name] > 1]
 
     @classmethod
     def examples_behind(cls, labels: np.ndarray, *, most: int | None) -> Mapping[str, int]:
@@ -240,11 +237,11 @@ class Kriging(FromStart):
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """The models of both halves, each tensor under the name of its half.
 
-        Both begin with the model that the client begins the round with, and make two passes over their half, so as many
-        steps as the round has. Halves are alternate examples, with a secret of an order that it draws.
+        Both begin with the model that the client begins the round with, and take as many steps as the round has.
+        Halves are alternate examples, with a secret of an order that it draws.
         """
         # first halves together, then the second ones: a pack is no larger than that of the round
-        first, second = (report.train_half(half, passes=PASSES) for half in (0, 1))
+        first, second = (report.train_half(half) for half in (0, 1))
         return {client: join_halves(first[client], second[client]) for client in report.clients}
 
     @classmethod
@@ -266,25 +263,95 @@ class Kriging(FromStart):
         return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
-        """The average by examples; inside clusters with `--within clusters`."""
-        is_clustered = shares_cluster(step.federation.clusters) & self.clustered
-        inside = rules.clustered_average(self.options, step)
-        return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
+        """The average by examples."""
+        return rules.weighted_average(self.options, step)
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
-        """The predictions of those who are measured, averages where clients differ by less than their noise."""
-        matrix = self.arrival(step)
+        """The rows of those who are measured, averages for others; who is measured and absent keeps its model."""
         state: ServerState = {} if step.models is None else step.models.server_state
-        names, reports = step.federation.clients, subtree(state, HALVES)
-        is_measured = np.array([name in reports for name in names], bool)
-        if self.clustered and step.models is not None and (step.present & ~is_measured).any():
-            predicted = self._predict_clusters(step, step.models, matrix)
-            matrix = np.where(is_measured[:, None], matrix, predicted)
+        reports = subtree(state, HALVES)
+        is_measured = np.array([name in reports for name in step.federation.clients], bool)
+        matrix = self._unmeasured_rows(step, is_measured)
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured)
             matrix[known] = self._measured_rows(step, state, matrix, known)[known]
         keeps = ~step.present & is_measured
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
+
+    def predict_rows(
+        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
+    ) -> Float64[np.ndarray, "n n"]:
+        """The rows of clients with these inner products of halves and numbers of examples."""
+        del gram, examples
+        raise ConfigError(f"method {self.name!r} has no rows from halves; define predict_rows")
+
+    def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
+        """The rows of those who are not measured."""
+        del is_measured
+        return self.arrival(step)
+
+    def _measured_rows(
+        self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
+    ) -> np.ndarray:
+        """The matrix with the rows of the measured clients of one group, by their places."""
+        result, there = matrix.copy(), known[step.present[known]]
+        if len(there):
+            names = [step.federation.clients[k] for k in there.tolist()]
+            gram = self._half_gram(state, names, step.federation, step.parameters)
+            result[there] = 0.0
+            result[np.ix_(there, there)] = self.predict_rows(gram, step.federation.weights[there])
+        return result
+
+    def _half_gram(
+        self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup
+    ) -> Float64[np.ndarray, "n2 n2"]:
+        """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
+        initial, reports = initial_models_of(state), subtree(state, HALVES)
+        places = [(half, name) for half in ("first", "second") for name in names]
+        after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
+        before = {f"{half}/{name}": initial[name] for half, name in places}
+        return self._gram(after, before, federation, group)
+
+    def _gram(
+        self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup
+    ) -> Float64[np.ndarray, "n n"]:
+        """The inner products of the changes of these models with each other, over the shared parameters of a group."""
+
+        def is_in_group(key: str) -> bool:
+            return self.group_of(key, federation) == group
+
+        return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kriging(FromHalves):
+    """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
+
+    max_other_share: Annotated[float, Range(above=0, most=1)] = 0.5
+    """Largest share that one other client's model may have in a prediction of `kriging` and `atlas`; 1 bounds none."""
+
+    name = "kriging"
+    reads_within = True
+
+    def arrival(self, step: rules.MixingContext) -> np.ndarray:
+        """The average by examples; inside clusters with `--within clusters`."""
+        is_clustered = shares_cluster(step.federation.clusters) & self.clustered
+        inside = rules.clustered_average(self.options, step)
+        return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
+
+    def predict_rows(
+        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
+    ) -> Float64[np.ndarray, "n n"]:
+        """The predictions, with no other's share above `--max-other-share`."""
+        return self._bounded_rows(*measure(gram), examples)
+
+    def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
+        """Averages, and with clusters their predictions."""
+        matrix = self.arrival(step)
+        if self.clustered and step.models is not None and (step.present & ~is_measured).any():
+            predicted = self._predict_clusters(step, step.models, matrix)
+            matrix = np.where(is_measured[:, None], matrix, predicted)
+        return matrix
 
     def _measured_rows(
         self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
@@ -302,7 +369,7 @@ class Kriging(FromStart):
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]
-            rows = self._bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside])
+            rows = self.predict_rows(_of_members(gram, there), step.federation.weights[inside])
             result[inside[others]] = 0.0
             result[np.ix_(inside[others], inside)] = rows[others]
         return result
@@ -333,26 +400,6 @@ class Kriging(FromStart):
         """The predictions by numbers of examples, with no other's share above `--max-share`."""
         weights = np.asarray(examples, np.float64)
         return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.max_other_share)
-
-    def _half_gram(
-        self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup
-    ) -> Float64[np.ndarray, "n2 n2"]:
-        """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
-        initial, reports = initial_models_of(state), subtree(state, HALVES)
-        places = [(half, name) for half in ("first", "second") for name in names]
-        after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
-        before = {f"{half}/{name}": initial[name] for half, name in places}
-        return self._gram(after, before, federation, group)
-
-    def _gram(
-        self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup
-    ) -> Float64[np.ndarray, "n n"]:
-        """The inner products of the changes of these models with each other, over the shared parameters of a group."""
-
-        def is_in_group(key: str) -> bool:
-            return self.group_of(key, federation) == group
-
-        return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
 
     def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: rules.ParameterGroup) -> bool:
         """Return whether clients with these halves get one average: adapters that differ by less than their noise."""

@@ -74,6 +74,7 @@ class Ties(Merging):
     """Share of a tensor's changes that `ties` keeps of each client, the largest."""
 
     name = "ties"
+    differs = "merged every round and by examples; the largest values are of each tensor, there of the whole model"
 
     def merge(self, changes: Changes, *, round: int, name: str) -> Tensor:
         """The disjoint mean of the trimmed changes; summed by sign, so that those of one client are held at a time."""
@@ -95,6 +96,7 @@ class Dare(Merging):
     """Probability with which `dare` drops a value of a client's change."""
 
     name = "dare"
+    differs = "merged every round, and averaged by examples"
 
     def merge(self, changes: Changes, *, round: int, name: str) -> Tensor:
         """The weighted sum of what is left, over the share that is."""

@@ -38,7 +38,7 @@ from atlas_fl.params import (
 )
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
-"""From candidate models by number and client to each client's finite training losses by number; clients that did not
+"""From candidate models by number and client to each client's finite validation losses by number; clients that did not
 answer for all are left out."""
 
 
@@ -58,6 +58,8 @@ class RoundStart:
     """Models of the last aggregation."""
     server_state: ServerState
     """State of the method."""
+    examples: Mapping[str, int] = field(default_factory=dict)
+    """Training examples of every client of the run."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that clients have reported or kept in earlier rounds, by kind and client."""
     is_personal: bool = False
@@ -117,8 +119,8 @@ class Report(Protocol):
         """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
         ...
 
-    def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
-        """The models after the round's training on the first (0) or second (1) half of the examples."""
+    def train_half(self, half: int) -> Mapping[str, Params]:
+        """The models after the round's steps on the first (0) or second (1) half of the examples."""
         ...
 
 
@@ -188,6 +190,11 @@ class Method(Part):
 
     name: ClassVar[str] = ""
     """Its name in the registry."""
+    differs: ClassVar[str] = ""
+    """What differs from its paper, in clauses with semicolons between them, `nothing`, or empty where it has no paper.
+
+    The clause `whole models` says that models train there as wholes.
+    """
     needs: ClassVar[str] = ""
     """Needs of a federation, in words."""
     extra_passes: ClassVar[str] = ""
@@ -330,7 +337,7 @@ class Method(Part):
 
         `client_models` are those of the last aggregation, of every client.
         """
-        server_state = self.next_state(server_state, client_models, updates, federation)
+        server_state = self.next_state(server_state, client_models, updates, federation, round=round)
         after = rules.with_updates(client_models, updates)
         present = [client in updates for client in federation.clients]
         models = rules.RoundModels(
@@ -347,10 +354,16 @@ class Method(Part):
         return self.complete(done, client_models, updates, federation)
 
     def next_state(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
     ) -> ServerState:
         """The server state by which this round is mixed, where updates change it before."""
-        del client_models, updates, federation
+        del client_models, updates, federation, round
         return server_state
 
     def complete(
@@ -468,6 +481,8 @@ class PublishedMethod:
     """Values of its own knobs, in the place of the defaults that switch it off."""
     equal_ranks: bool = False
     """Every client must have the same rank in every layer."""
+    differs: str = ""
+    """What differs from its paper, as of a `Method`."""
 
     def __post_init__(self) -> None:
         for name in ("settings", "suggested"):
@@ -479,5 +494,7 @@ SECOND_TENSORS = "has a second set of tensors beside the model, which no message
 """Why a method works in simulations alone."""
 
 
+WHOLE_MODELS = "whole models"
+"""The clause of a method whose paper trains whole models, by plain SGD."""
 FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}
 """Settings of methods that average A and B apart."""

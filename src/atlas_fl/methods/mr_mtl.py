@@ -47,6 +47,7 @@ class PersonalModels(FedDpa):
 
 MR_MTL = PublishedMethod(
     summary="MR-MTL: own models, pulled to their mean (Liu et al. 2022, arXiv:2206.07902; Evgeniou & Pontil 2004).",
+    differs="whole models",
     rule="fedavg",
     settings={"personal_models": True, **FACTORS},
     suggested={"proximal_mu": 0.1},

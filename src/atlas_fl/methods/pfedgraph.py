@@ -47,8 +47,8 @@ class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
     gram_by: Annotated[Literal["all", "layer"], KNOB] = "all"
-    """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
-    changes: none (under `kriging` heads have one), or each layer."""
+    """Parameters of `pfedgraph` and of rules that compare halves with a mixing matrix of their own, by the Gram matrix
+    of their own changes: none (but for `pfedgraph` heads have one), or each layer."""
 
     reads_within = True
 
@@ -80,6 +80,7 @@ class PFedGraph(FromStart):
     """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
 
     name = "pfedgraph"
+    differs = "whole models; the term of local training and the threshold of cosines are left out"
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The rows m_k of those who are present; before there are updates, the shares of the examples."""

@@ -44,6 +44,7 @@ class FedAvgByRank(ByCohort):
     """The weighted average, of each rank's part of the products over the clients that have it; heads by task."""
 
     name = "fedavg_by_rank"
+    differs = ""
     needs = ""
     fixed: ClassVar = {"space": "product"}
 
@@ -64,5 +65,6 @@ class FedAvgByRank(ByCohort):
 RAFLORA = PublishedMethod(
     summary="raFLoRA: products averaged rank by rank over the clients that have it (Wu et al. 2026, arXiv:2602.13486).",
     rule="fedavg_by_rank",
+    differs="nothing",
     settings={"space": "product", "share": ("A", "B", "head")},
 )

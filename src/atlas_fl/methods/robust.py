@@ -111,6 +111,7 @@ class Robust(Method):
     """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated; other robust rules warn
     where they withstand fewer."""
 
+    differs = "whole models; what is aggregated are models of a round, there single gradients"
     reads_within = True
 
     def withstands(self, n: int) -> int:
@@ -216,6 +217,7 @@ class GeometricMedian(ByDistance):
     """The point with the least sum of distances to all models: less than half of them may be hostile."""
 
     name = "geometric_median"
+    differs = "whole models; every client counts alike, there by examples"
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """Weiszfeld's weights."""

@@ -1,13 +1,15 @@
 """SCAFFOLD: gradients corrected by what a client's own lacks of the mean gradient of all.
 
     c_k = mean over the steps of client k's last round of its gradients, clipped and not corrected
-    c   = (1 / N) sum over all N clients of c_k
+    c   = sum over all clients of p_k c_k      p_k shares of the examples
     g  <- g + c - c_k                          in every step of the next round
 
 Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020, arXiv:1910.06378. Under SGD c_k is their option II, `c_k - c + (x - y_k) / (K lr)`, and it means something
-under any optimizer and schedule. Who has not trained yet has c_k = 0, so round one is FedAvg. A head's c is over the
-clients of its task, the only ones that it is averaged with. In personal rounds nobody is corrected.
+ICML 2020, arXiv:1910.06378. Theirs is the mean of clients, with p_k = 1 / N in models and gradients; here both are by
+examples, so that rounds end where the objective of FedAvg has its least value. Under SGD c_k is their option II,
+`c_k - c + (x - y_k) / (K lr)`. Their theorems are about SGD; c_k means something under any optimizer and schedule. Who
+has not trained yet has c_k = 0, so round one is FedAvg. A head's c is over the clients of its task, the only ones that
+it is averaged with. In personal rounds nobody is corrected.
 
 A client measures c_k while it trains (`client.optimizer.GradientMean`) and adds c - c_k behind clipping
 (`client.optimizer.gradient_chain`).
@@ -15,9 +17,11 @@ A client measures c_k while it trains (`client.optimizer.GradientMean`) and adds
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation.matrices import bounded_weights
 from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, TreesByClient
 
@@ -29,15 +33,33 @@ class ControlVariates(Part):
         """c - c_k of the clients of the round; nothing in personal rounds."""
         if round.is_personal:
             return {}
-        return {"correction": corrections(round.of("control"), round.tasks, round.clients)}
+        shares = shares_by_group(round.tasks, round.examples, max_share=self.options.max_share)
+        return {"correction": corrections(round.of("control"), round.tasks, round.clients, shares)}
 
 
-def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collection[str]) -> dict[str, Params]:
+def shares_by_group(
+    tasks: Mapping[str, str], examples: Mapping[str, int], *, max_share: float = 1.0
+) -> dict[str, dict[str, float]]:
+    """Shares of the examples by client, of all clients under the empty name and of those of each task."""
+    shares = {}
+    for group in ("", *dict.fromkeys(tasks.values())):
+        names = [name for name, task in tasks.items() if group in ("", task)]
+        weights = bounded_weights(np.array([examples[name] for name in names], np.float64), max_share)
+        shares[group] = dict(zip(names, (weights / weights.sum()).tolist(), strict=True))
+    return shares
+
+
+def corrections(
+    controls: ByClient,
+    tasks: Mapping[str, str],
+    clients: Collection[str],
+    shares: Mapping[str, Mapping[str, float]],
+) -> dict[str, Params]:
     """c - c_k of these clients, float32 by parameter; empty before anybody has a control.
 
     `tasks` are those of all clients of the run, by name.
     """
-    means = _means(controls, tasks)
+    means = _means(controls, tasks, shares)
     return {
         name: {
             key: (mean - controls.get(name, {}).get(key, torch.zeros(()))).float()
@@ -49,19 +71,21 @@ def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collectio
     }
 
 
-def _means(controls: ByClient, tasks: Mapping[str, str]) -> dict[tuple[str, str], Tensor]:
-    """By parameter, and for heads by task: the mean over all its clients, float64."""
-    sums: dict[tuple[str, str], Tensor] = {}
+def _means(
+    controls: ByClient, tasks: Mapping[str, str], shares: Mapping[str, Mapping[str, float]]
+) -> dict[tuple[str, str], Tensor]:
+    """By parameter, and for heads by task: the weighted mean over all its clients, float64."""
+    means: dict[tuple[str, str], Tensor] = {}
     for name in sorted(controls):
         for key, value in controls[name].items():
-            group = key, tasks[name] if key.startswith(HEAD) else ""
-            sums[group] = sums[group] + value.double() if group in sums else value.double()
-    sizes = {task: sum(other == task for other in tasks.values()) for task in tasks.values()} | {"": len(tasks)}
-    return {(key, task): total / sizes[task] for (key, task), total in sums.items()}
+            task = tasks[name] if key.startswith(HEAD) else ""
+            means[key, task] = means.get((key, task), torch.zeros(())) + shares[task][name] * value.double()
+    return means
 
 
 SCAFFOLD = PublishedMethod(
     summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
+    differs="whole models; controls are mean gradients, clipped (option II under plain SGD)",
     rule="fedavg",
     settings={"control_variates": True, **FACTORS},
     equal_ranks=True,

@@ -305,6 +305,7 @@ class ServerStep(ByCohort):
     server_tau: Annotated[float, Range(above=0)] = 1e-3
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
+    differs = "whole models"
     optimizer: ClassVar[ServerOptimizer]
 
     def aggregate(

@@ -285,7 +285,13 @@ def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def save_classifier(
-    backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str], within: Path | None = None
+    backbone: Backbone,
+    params: Params,
+    folder: Path,
+    *,
+    labels: Sequence[str],
+    multilabel: bool = False,
+    within: Path | None = None,
 ) -> None:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 
@@ -300,6 +306,8 @@ def save_classifier(
         config.label2id = {name: index for index, name in enumerate(labels)}
     if config.num_labels == 1:
         config.problem_type = "regression"  # without it a pipeline takes the value's sigmoid
+    elif multilabel:
+        config.problem_type = "multi_label_classification"
     config.pad_token_id = backbone.model.config.pad_token_id
     tensors = {
         key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor

@@ -22,7 +22,7 @@ class EncodedExamples:
     ids: np.ndarray  # (tokens,) int64; of images none
     types: np.ndarray  # (tokens,) int64, which text of a pair a token belongs to; of images none
     offsets: np.ndarray  # (n + 1,) int64
-    labels: np.ndarray  # (n,) int64, or float32 for regression
+    labels: np.ndarray  # (n,) int64, or float32 for regression; (n, labels) float32 where a row has several
     target_mask: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
     pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
     target_counts: np.ndarray | None = None

@@ -11,10 +11,11 @@ from atlas_fl.config import Config
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
+from atlas_fl.data.own_clients import OPTIONS
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
-from atlas_fl.data.user_files import described_task, parse_tasks, with_labels
-from atlas_fl.errors import ConfigError
+from atlas_fl.data.user_files import described_task, parse_tasks, split_description, with_labels
+from atlas_fl.errors import ConfigError, DataError, first_of
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.planning.planner import local_engine
@@ -96,19 +97,21 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
             f"a newcomer has one task, and the rows of {name!r} have a column of them; name one, as in"
             f" task=COLUMN:{word}, or give a file of its rows alone: --task {task.name}=new.csv"
         )
+    matching = tuple(text for text in run_tasks if task.name in [one.name for one in parse_tasks(text)])
     if len(task.clients) > 1:
+        given = split_description(matching[0] if matching else description)[2].items()
+        columns = "".join(f",{option}={value}" for option, value in given if option not in OPTIONS)
         raise ConfigError(
-            f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({', '.join(task.clients[:3])}"
-            f"{', ..' if len(task.clients) > 3 else ''}); give a file of its rows alone: --task {task.name}=new.csv"
+            f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({first_of(task.clients)});"
+            f" give a file of its rows alone: --task {task.name}=new.csv{columns}"
         )
     if task.clients:
         (own,) = load_task(task, source_of(config)).clients
         task = replace(task, clients=(), load=lambda _: own)
-    matching = tuple(text for text in run_tasks if task.name in [one.name for one in parse_tasks(text)])
     names = tuple(name for name in config.data.tasks if name == task.name)
     if names or matching:
         clients = load_clients(replace(config, data=replace(config.data, tasks=names, task=matching)))
-        task = _without_rows(task, [client.train for client in clients if client.task.name == name])
+        task = _without_rows(task, {client.name: client.train for client in clients if client.task.name == name})
     (client,) = make_clients(
         (task,),
         source_of(config),
@@ -128,11 +131,19 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
     return shift_concepts((client,), cuts)[0] if cuts else client
 
 
-def _without_rows(task: Task, used: list[Examples]) -> Task:
-    """The task without these training rows."""
+def _without_rows(task: Task, used: Mapping[str, Examples]) -> Task:
+    """The task without the training rows of these clients; loading it raises `DataError` where no two are left."""
 
     def load(source: Source) -> TaskData:
         data = load_task(task, source)
-        return replace(data, train=without(data.train, *used))
+        train = without(data.train, *used.values())
+        if len(train) < 2:
+            holder = min(used, key=lambda name: len(without(data.train, used[name])))
+            count = f"{len(data.train) - len(train)} of the {len(data.train)} training rows of task {task.name!r}"
+            raise DataError(
+                f"{count} are in the run already, most of them with {holder}, so nobody new is there to place; give"
+                " rows that no client of the run trains on"
+            )
+        return replace(data, train=train)
 
     return replace(task, load=load, files=None)

@@ -122,7 +122,8 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
         sizes["gradient_up"] = sizes["activation_down"]
     else:
         dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
-        sizes["label_up"] = encoded_size({"labels": _meta_tensor(outputs, dtype)})
+        shape = (outputs, *data.labels.shape[1:])
+        sizes["label_up"] = encoded_size({"labels": torch.empty(shape, dtype=dtype, device="meta")})
     if training.clip > 0:
         params = _rank_one_params(assembly, client)
         num_below = len(client_side(assembly, cut, params))

@@ -23,8 +23,9 @@ MEMORY, STEPS, TIME = "device memory", "client steps", "time"
 
 
 def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
-    half = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
-    return Number(value=mean, text=plain(mean, sign=sign).text + half)
+    """The mean and half its interval, without one where all draws are alike."""
+    half = "" if interval is None else f"{(interval[1] - interval[0]) / 2:.3f}"
+    return Number(value=mean, text=plain(mean, sign=sign).text + (f" ±{half}" if half.strip("0.") else ""))
 
 
 def _ends(interval: Interval | None) -> Number:
@@ -136,7 +137,7 @@ NOTES = {
 """The note below each table, by its title."""
 
 
-BY_EXAMPLES = "; 95%: over draws of the test examples, which a user's own data keep in all seeds"
+BY_EXAMPLES = "; 95%: over draws of the test examples, which own data keep in all seeds; none where all are alike"
 """End of the notes of tables whose intervals are of that kind."""
 
 

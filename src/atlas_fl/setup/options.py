@@ -12,8 +12,8 @@ from atlas_fl.config.methods import knob_values, method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Task
-from atlas_fl.methods.method import Method, Part
-from atlas_fl.methods.registry import ALIASES, find_method, parts_of
+from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
+from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.rng import generator
@@ -49,21 +49,25 @@ def method_values(config: Config) -> dict[str, Any]:
 
 
 def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tuple[str, ...]:
-    """A line on what differs between `fedavg` here and in its paper; none for other strategies."""
-    if ALIASES.get(config.mixing.strategy, config.mixing.strategy) != "fedavg":
+    """A line on what differs between a method here and in its paper; none for one without a paper."""
+    strategy = ALIASES.get(config.mixing.strategy, config.mixing.strategy)
+    clauses = (METHODS.get(strategy) or RULES[strategy]).differs.split("; ")
+    if not any(clauses):
         return ()
-    robust, training = config.robust, config.training
+    robust, clip = config.robust, config.training.clip
+    of_whole = WHOLE_MODELS in clauses
     differences = {
-        "adapters and heads train, not whole models (--trainable full)": not is_full,
-        "tasks have heads of their own, averaged inside their task": len({task.name for task in tasks}) > 1,
-        "clients train with AdamW (--optimizer sgd)": config.optimizer(images=tasks[0].images) == "adamw",
-        f"gradients are clipped at {training.clip:g} (--clip 0)": training.clip > 0,
+        f"adapters and heads train, not {WHOLE_MODELS}": of_whole and not is_full,
+        **dict.fromkeys([clause for clause in clauses if clause not in (WHOLE_MODELS, "nothing")], True),
+        "tasks have heads of their own, averaged inside their task": "head" in config.mixing.share
+        and len({task.name for task in tasks}) > 1,
+        "clients train with AdamW (--optimizer sgd)": of_whole and config.optimizer(images=tasks[0].images) == "adamw",
+        f"gradients are clipped at {clip:g} (--clip 0)": of_whole and clip > 0,
         "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off",
         f"no client weighs more than {robust.max_share:g} (--max-share 1)": robust.max_share < 1,
     }
     words = [difference for difference, holds in differences.items() if holds]
-    begin = "fedavg weighs by examples as in McMahan et al. 2017; other than there "
-    return (begin + "; ".join(words),) if words else ()
+    return (f"{strategy}, other than in its paper: {'; '.join(words)}",) if words else ()
 
 
 def predicts_as_sent(config: Config) -> bool:
@@ -120,7 +124,7 @@ BERT, whose authors take 2e-5 to 5e-5 (Devlin et al. 2019, arXiv:1810.04805)."""
 def learning_rate_of(config: Config, *, with_images: bool) -> float:
     """The peak learning rate of training: the user's, or the one that suits the model and what of it trains."""
     full_text = config.training.lr is None and not with_images and config.trainable(images=False) == "full"
-    return adapter_learning_rate(config) * (FULL_TEXT_RATE if full_text else 1.0)
+    return adapter_learning_rate(config) * config.training.rate_factor * (FULL_TEXT_RATE if full_text else 1.0)
 
 
 def adapter_learning_rate(config: Config) -> float:

@@ -8,7 +8,7 @@ file named after its content, so a run is still a function of its config, and is
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from hashlib import sha256
 from pathlib import Path
@@ -65,7 +65,9 @@ def task_row(
             if column not in table:
                 raise DataError(f"the examples of {name!r} have no {column!r}; they have {', '.join(map(repr, table))}")
         rows = zip(*(table[column] for column in columns.values()), strict=True)
-        lines += (_line(dict(zip(columns.values(), row)), number, name) for number, row in enumerate(rows, start=1))
+        lists = columns.get("label") if "multi" in options else None
+        values = (dict(zip(columns.values(), row)) for row in rows)
+        lines += (_line(row, number, name, lists=lists) for number, row in enumerate(values, start=1))
     text = "".join(lines).encode()
     path = Path(folder) / f"{name}-{sha256(text).hexdigest()[:12]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +106,16 @@ def _length(table: Table) -> int:
     return len(next(iter(table.values()), ()))
 
 
-def _line(row: Mapping[str, Any], number: int, name: str) -> str:
-    values: Iterable[tuple[str, Any]] = row.items()
-    return json.dumps({column: _plain(value, f"row {number} of {name!r}", column) for column, value in values}) + "\n"
+def _line(row: Mapping[str, Any], number: int, name: str, *, lists: str | None) -> str:
+    """The row as a line of JSON; `lists` is the column that may have several values in a cell."""
+    values: dict[str, Any] = {}
+    for column, value in row.items():
+        where = f"row {number} of {name!r}"
+        if column == lists and (isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1):
+            values[column] = [_plain(one, where, column) for one in value]
+        else:
+            values[column] = _plain(value, where, column)
+    return json.dumps(values) + "\n"
 
 
 def _plain(value: Any, where: str, column: str) -> str | int | float | None:

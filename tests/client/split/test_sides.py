@@ -215,6 +215,33 @@ def test_what_cannot_be_is_refused_before_it_is_computed_with(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        torch.tensor([0, 1]),
+        torch.zeros(2, 3),
+        torch.zeros(1, 2),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.full((2, 2), 0.5),
+        torch.full((2, 2), torch.nan),
+    ],
+)
+def test_of_several_labels_a_cut_takes_zeros_and_ones_alone(tiny_of, site_of, spec_of, labels) -> None:
+    site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1)])
+    held = site.data[job.client]
+    task = dataclasses.replace(held.task, multilabel=True)
+    site = dataclasses.replace(site, data={job.client: dataclasses.replace(held, task=task)})
+    rows = {"0/activation": encode_rows(ROWS, wire="fp32", extra={"lengths": LENGTHS})}
+    for sent, is_refused in ((labels, True), (torch.tensor([[0.0, 1.0], [0.0, 0.0]]), False)):
+        half = SERVER_SIDE["train"](job, site)
+        payloads = {**rows, "0/label": encode_tensors({"labels": sent})}
+        if is_refused:
+            with pytest.raises(ProtocolError, match="sent labels"):
+                half.read("loss", 0, payloads)
+        else:
+            assert half.read("loss", 0, payloads).entry.labels.equal(sent)
+
+
 def test_questions_out_of_turn_and_work_that_is_missing_are_refused(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("bert")
     site, (job,) = federation(tiny, site_of, spec_of, [Cut(blocks=1)])

@@ -34,6 +34,7 @@ CENSUS: Mapping[str, Any] = {
     "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
     "images": False,
     "positive": None,
+    "multilabel": False,
     "left_out": 0,
     "device": "cpu_2gb",
 }

@@ -126,6 +126,7 @@ def told(site: Site) -> dict[str, Mapping[str, object]]:
             "lengths": {split: [[int(n), 0, 1] for n in data.lengths] for split, data in own.splits.items()},
             "images": False,
             "positive": None,
+            "multilabel": False,
             "left_out": 0,
         }
         for name, own in site.data.items()

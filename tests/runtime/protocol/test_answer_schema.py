@@ -104,6 +104,14 @@ def test_scores_bring_no_report() -> None:
     counts = dict.fromkeys(("hits", "examples", "predicted"), METADATA.labels["test"])
     scored = replace(TRAINED, metrics=dict.fromkeys(names, 0.5), classes=counts)
     check_answer(request, scored)
+    twice = replace(scored, classes={**counts, "predicted": [5, 1, 0]})
+    with pytest.raises(ProtocolError, match="it takes an example for two classes"):
+        check_answer(request, twice)
+    several = dict.fromkeys((*SCORES["labels"], "seconds"), 0.5)
+    labels = replace(request, metadata=replace(METADATA, multilabel=True, metric="micro_f1"))
+    check_answer(labels, replace(twice, metrics=several))
+    with pytest.raises(ProtocolError, match="it lacks the metrics micro_f1"):
+        check_answer(labels, scored)
     with pytest.raises(ProtocolError, match=r"its report \(none\): it has unknown 'class_features'"):
         check_answer(request, replace(scored, reported=reported("class_features")))
 

@@ -18,33 +18,45 @@ def client_of(name: str, task: Task, seed: int) -> ClientData:
     draw = np.random.default_rng(seed)
 
     def rows(count: int) -> Rows:
+        if task.multilabel:
+            own = draw.integers(2, size=(count, task.num_labels)).astype(np.float32)
+            return Rows(text=("secret",) * count, label=own)
         labels = draw.integers(task.num_labels, size=count) if task.has_classes else draw.normal(3, 2, size=count)
         return Rows(text=("secret",) * count, label=labels if task.has_classes else labels.astype(np.float32))
 
     return ClientData(name=name, task=task, train=rows(13), validation=rows(13), test=rows(13), left_out=7)
 
 
-def task_of(num_labels: int) -> Task:
+def task_of(num_labels: int, *, multilabel: bool = False) -> Task:
     names = tuple(f"l{k}" for k in range(num_labels)) if num_labels > 1 else ()
-    metric: Any = "pearson" if num_labels == 1 else "accuracy"
-    return Task(name="t", num_labels=num_labels, metric=metric, label_names=names, load=lambda _: pytest.fail("read"))
+    metric: Any = "pearson" if num_labels == 1 else "micro_f1" if multilabel else "accuracy"
+    return Task(
+        name="t",
+        num_labels=num_labels,
+        multilabel=multilabel,
+        metric=metric,
+        label_names=names,
+        load=lambda _: pytest.fail("read"),
+    )
 
 
 @pytest.fixture
 def told(tiny_of: Callable[..., Any], site_of: Callable[..., Any], spec_of: Any) -> Callable[[int], Any]:
     """(client, tokens, what it tells) of a task with so many labels."""
 
-    def get(num_labels: int) -> Any:
+    def get(num_labels: int, *, multilabel: bool = False) -> Any:
         site = site_of(tiny_of("bert"), spec_of(name="t-0", labels=num_labels, examples=13))
-        client = client_of("t-0", task_of(num_labels), seed=num_labels)
+        client = client_of("t-0", task_of(num_labels, multilabel=multilabel), seed=num_labels)
         return client, site.data["t-0"], json.loads(json.dumps(metadata_of(client, site.data["t-0"])))
 
     return get
 
 
-@pytest.mark.parametrize("num_labels", [3, 1])
-def test_a_stand_in_has_the_numbers_and_nothing_else(num_labels: int, told: Callable[[int], Any]) -> None:
-    client, tokens, data = told(num_labels)
+@pytest.mark.parametrize(("num_labels", "multilabel"), [(3, False), (1, False), (4, True)])
+def test_a_stand_in_has_the_numbers_and_nothing_else(
+    num_labels: int, multilabel: bool, told: Callable[..., Any]
+) -> None:
+    client, tokens, data = told(num_labels, multilabel=multilabel)
     assert "secret" not in json.dumps(data)
     stand, stand_tokens = placeholder_client("t-0", read_metadata(data))
     assert set(stand.train.text) == {""}
@@ -57,6 +69,8 @@ def test_a_stand_in_has_the_numbers_and_nothing_else(num_labels: int, told: Call
         assert other.pop("labels") == pytest.approx(own.pop("labels"), rel=1e-5)
     assert own == other
     assert majority(stand.train) == majority(client.train)
+    assert stand.task.multilabel is multilabel
+    assert stand.train.label.shape == client.train.label.shape
     assert stand.left_out == 7
 
 
@@ -98,6 +112,32 @@ def test_a_census_that_does_not_hold_together_is_refused(change: dict[str, Any],
     _, _, data = told(3)
     with pytest.raises(ProtocolError, match="what the client tells of its data"):
         read_metadata({**data, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": {split: [14, 0, 0] for split in SPLITS}},
+        {"labels": {split: [0.5, 0, 0] for split in SPLITS}},
+        {"num_labels": 1, "label_names": [], "labels": {split: [1, 1] for split in SPLITS}},
+        {"images": True},
+        {"multilabel": "yes"},
+    ],
+)
+def test_so_is_one_of_several_labels(change: dict[str, Any], told: Callable[..., Any]) -> None:
+    _, _, data = told(3, multilabel=True)
+    assert read_metadata(data).multilabel
+    with pytest.raises(ProtocolError, match="what the client tells of its data"):
+        read_metadata({**data, **change})
+
+
+def test_a_stand_in_of_many_labels_takes_no_more_memory_than_is_allowed(
+    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, data = told(3, multilabel=True)
+    monkeypatch.setattr(client_metadata, "MOST_MULTILABELS", 3 * 13 - 1)
+    with pytest.raises(ProtocolError, match=r"labels\.train are of 13 times 3; allowed: 38"):
+        read_metadata(data)
 
 
 def test_whatever_is_sent_as_a_census_crashes_nothing(told: Callable[[int], Any]) -> None:

@@ -145,7 +145,7 @@ def test_counts_by_class_travel_with_the_scores_and_must_hold_together() -> None
     plain, _ = update_message(replace(update, classes={}), job, number=1)
     assert plain["classes"] is None and read_update(plain, tensors, job=job).classes == {}
     lies: list[dict[str, Any]] = [{"hits": own} for own in ([1, 0], [1, 0, -2], [1.0, 0, 2], [1, 2, 1], [2, 0, 2])]
-    lies += [{"examples": [2, 1, 1]}, {"predicted": [2, 2, 2]}, {"predicted": [1, 1]}]
+    lies += [{"examples": [2, 1, 6]}, {"predicted": [1, 1, 6]}, {"predicted": [1, 1]}]
     for found in [[], {"hits": [1]}, {"hits": [1, 0, 2], "examples": [2, 1, 2]}, *({**counts, **lie} for lie in lies)]:
         with pytest.raises(ProtocolError, match=r"the counts by class are|the answer is no update: classes"):
             read_update({**head, "classes": found}, tensors, job=job)

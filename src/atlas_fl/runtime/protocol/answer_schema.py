@@ -69,6 +69,7 @@ Ranges = Mapping[str, Range]
 CLASS_SCORES = dict.fromkeys(("accuracy", "f1", "macro_f1", "balanced_accuracy", "precision", "recall"), SHARE)
 SCORES: Mapping[str, Ranges] = {
     "classes": {"loss": SCORED_LOSS, "ece": CALIBRATION, **CLASS_SCORES, "mcc": CORRELATION, "primary": CORRELATION},
+    "labels": {"loss": SCORED_LOSS, **dict.fromkeys(("accuracy", "micro_f1", "macro_f1", "primary"), SHARE)},
     "values": {"loss": SCORED_LOSS, "primary": CORRELATION},
     "text": {"loss": SCORED_LOSS, "perplexity": PERPLEXITY, "accuracy": SHARE, "primary": SHARE},
 }
@@ -177,6 +178,8 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of tests alone")
     if counted and list(update.classes["examples"]) != list(metadata.labels["test"]):
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
+    if counted and not metadata.multilabel and sum(update.classes["predicted"]) > update.examples:
+        raise ProtocolError("it takes an example for two classes; allowed: one, or none where outputs are no numbers")
 
 
 def _check_report(request: AnsweredRequest, update: Update) -> None:
@@ -190,7 +193,7 @@ def _check_report(request: AnsweredRequest, update: Update) -> None:
             return
         method = reporting(report)
         classes = request.metadata.num_labels
-        if method.needs_classes and classes < 2:
+        if method.needs_classes and (classes < 2 or request.metadata.multilabel):
             raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
         reported = update.reported.get(report, {})
         check_tensors(reported, method.report_tensors(request.job.params, classes=classes))
@@ -211,8 +214,9 @@ def _scores(request: AnsweredRequest) -> ExpectedAnswer:
     options = request.job.options
     num_labels = request.metadata.num_labels
     kind = "classes" if num_labels > 1 else "values" if num_labels == 1 else "text"
+    kind = "labels" if request.metadata.multilabel else kind
     optional: Ranges = dict.fromkeys(FURTHER_METRICS, ANY_SCORE)
-    if kind == "classes":
+    if kind in ("classes", "labels"):
         optional = {"auroc": SHARE, **optional}
     elif kind == "values":
         optional = {**CORRELATIONS, **optional}
@@ -242,7 +246,7 @@ def _training(request: AnsweredRequest) -> ExpectedAnswer:
     count = every if options.half is None else len(range(options.half, every, 2))
     return ExpectedAnswer(
         metrics={"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
-        optional={"skipped": STEPS},
+        optional={"skipped": STEPS, "head_steps": STEPS, "extra_steps": STEPS},
         examples=count if options.most is None else min(count, options.most),
     )
 

@@ -24,6 +24,8 @@ from atlas_fl.runtime.protocol.messages import Allowed, read_fields
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
 MOST_EXAMPLES, MOST_TOKENS = 2 * 10**6, 10**9
+MOST_MULTILABELS = 2 * 10**7
+"""Most zeros and ones of the labels of a split, examples times labels, for which a placeholder has memory."""
 REFUSED = "what the client tells of its data is refused: "
 Examples: TypeAlias = Annotated[int, Bounds(least=1, most=MOST_EXAMPLES, whole=True)]
 TaskName: TypeAlias = Annotated[
@@ -55,13 +57,14 @@ class TaskLabels:
     label_names: tuple[str, ...]
     images: bool
     positive: int | None = None
+    multilabel: bool = False
 
     def __str__(self) -> str:
         """The labels, as a line names them."""
         names = self.label_names[:SHOWN]
         shown = f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "without names"
         positive = "" if self.positive is None else f" of class {self.positive}"
-        return f"{shown} judged by {self.metric}{positive}"
+        return f"{'of which a row has several ' * self.multilabel}{shown} judged by {self.metric}{positive}"
 
 
 def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
@@ -72,6 +75,7 @@ def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
         label_names=task.label_names,
         images=task.images,
         positive=task.positive,
+        multilabel=task.multilabel,
     )
 
 
@@ -91,12 +95,14 @@ class ClientMetadata:
     examples: Mapping[Split, Examples]
     """Numbers of examples by split."""
     labels: Mapping[Split, tuple[LabelNumber, ...]]
-    """By split: examples of every class, or mean and standard deviation of values or of words."""
+    """By split: examples of every class or label, or mean and standard deviation of values or of words."""
     lengths: Mapping[Split, tuple[Length, ...]]
     images: bool = False
     """The examples are images."""
     positive: Annotated[int, Bounds(least=0, most=10**4, whole=True)] | None = None
     """The class that f1 is of."""
+    multilabel: bool = False
+    """An example has any number of the labels."""
     left_out: Annotated[int, Bounds(least=0, most=MOST_EXAMPLES, whole=True)] = 0
     """Rows that its task was given and the client has not."""
 
@@ -121,6 +127,7 @@ def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         lengths={split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
         images=task.images,
         positive=task.positive,
+        multilabel=task.multilabel,
         left_out=client.left_out,
     )
     return asdict(metadata)
@@ -132,6 +139,8 @@ def _lengths(data: EncodedExamples) -> tuple[Length, ...]:
 
 
 def _spread(label: Labels, task: Task) -> tuple[float, ...]:
+    if task.multilabel:
+        return tuple(label.sum(axis=0).tolist())
     if task.has_classes:
         return tuple(np.bincount(label, minlength=task.num_labels).tolist())
     return float(label.mean()), float(label.std())
@@ -145,6 +154,8 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
         raise ProtocolError(f"{REFUSED}label_names has {names}; allowed: as many as num_labels, {metadata.num_labels}")
     if metadata.positive is not None and metadata.positive >= metadata.num_labels:
         raise ProtocolError(f"{REFUSED}positive is {metadata.positive}; allowed: one of {metadata.num_labels} classes")
+    if metadata.multilabel and (metadata.num_labels < 2 or metadata.images):
+        raise ProtocolError(f"{REFUSED}multilabel is true; allowed: with texts and two labels or more")
     for split in SPLITS:
         if fault := _split_fault(metadata, split):
             raise ProtocolError(f"{REFUSED}{fault}")
@@ -173,9 +184,12 @@ def _split_fault(metadata: ClientMetadata, split: Split) -> str:
         return f"lengths.{split} sum to {tokens} tokens; allowed: {MOST_TOKENS}"
     if counted != examples:
         return f"lengths.{split} are of {counted} examples and there are {examples}"
+    if metadata.multilabel and examples * classes > MOST_MULTILABELS:
+        return f"labels.{split} are of {examples} times {classes}; allowed: {MOST_MULTILABELS}"
     if len(labels) != max(2, classes):
         return f"labels.{split} has {len(labels)} numbers; allowed: {max(2, classes)}"
-    if classes > 1 and (min(labels) < 0 or not all(map(float.is_integer, labels)) or sum(labels) != examples):
+    counts_all = max(labels) <= examples if metadata.multilabel else sum(labels) == examples
+    if classes > 1 and (min(labels) < 0 or not all(map(float.is_integer, labels)) or not counts_all):
         return f"labels.{split} are no counts of {examples} examples"
     if classes <= 1 and labels[1] < 0:
         return f"labels.{split} has the deviation {labels[1]:g}"
@@ -192,6 +206,7 @@ def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData,
         label_names=metadata.label_names,
         images=metadata.images,
         positive=metadata.positive,
+        multilabel=metadata.multilabel,
         load=_at_the_site,
     )
     rows = {split: _rows(metadata, task, split) for split in SPLITS}
@@ -227,6 +242,9 @@ def _at_the_site(_: Source) -> TaskData:
 def _rows(metadata: ClientMetadata, task: Task, split: Split) -> Rows:
     count = metadata.examples[split]
     spread = metadata.labels[split]
+    if task.multilabel:
+        have_it = np.arange(count)[:, None] < np.asarray(spread)
+        return Rows(text=("",) * count, label=have_it.astype(np.float32))
     if task.has_classes:
         label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(spread, dtype=np.int64))
         return Rows(text=("",) * count, label=label)

@@ -1,0 +1,110 @@
+"""Every method in every federation on equal terms, to be stopped and gone on with; the rows are the results.
+
+A unit is one method in one federation: its trials on development seeds, then the chosen settings on the seeds of the
+comparison (`atlas compare --trials`). Its rows go to a CSV file with the record of its tuning, and its folders are
+deleted. Units whose rows are there are not run again; rows of settings that mean something else by now are refused
+by `atlas results`. The pages of results are made from the file alone.
+
+    python benchmarks/equal_terms.py --rows docs/results.csv --jobs 2 --minutes 60
+    atlas results docs/results.csv --control fedavg --all --to docs/results.md
+"""
+
+import argparse
+import csv
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from atlas_fl.report.finished_runs import find_finished_runs, to_csv
+
+PLAN = Path(__file__).with_suffix(".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One method in one federation."""
+
+    federation: str
+    flags: str
+    method: str
+    trials: int
+    seeds: int
+
+    def command(self, folder: Path) -> list[str]:
+        """The comparison of this method with itself, whose folders and rows are below the folder."""
+        words = f"--strategies {self.method} --trials {self.trials} --seeds {self.seeds} --runs-dir"
+        return [sys.executable, "-m", "atlas_fl", "compare", *shlex.split(f"{self.flags} {words}"), str(folder)]
+
+    def is_done(self, rows: Path) -> bool:
+        """Return whether the file has a row of each seed, tuned."""
+        if not rows.exists():
+            return False
+        flags = dict(zip(*[iter(shlex.split(self.flags))] * 2, strict=True))
+        with rows.open(newline="") as file:
+            seeds = {
+                row["seed"]
+                for row in csv.DictReader(file)
+                if (row["preset"], row["dial"], row["strategy"])
+                == (flags["--preset"], flags.get("--dial", ""), self.method)
+                and row["tuning"]
+            }
+        return len(seeds) >= self.seeds
+
+
+def units(federations: list[str], methods: list[str]) -> Iterator[Unit]:
+    """All units, the main methods of all federations first."""
+    plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
+    for part in ("main", "others"):
+        for federation, flags in plan["federations"].items():
+            for method in plan[part]["methods"]:
+                if (not federations or federation in federations) and (not methods or method in methods):
+                    counts = {"trials": plan[part]["trials"], "seeds": plan[part]["seeds"]}
+                    yield Unit(federation=federation, flags=flags, method=method, **counts)
+
+
+def main() -> int:
+    """Run what is missing, as long as there is time; 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, default=Path("docs/results.csv"), help="the file of rows")
+    parser.add_argument("--jobs", type=int, default=2, help="units at once")
+    parser.add_argument("--minutes", type=float, default=60, help="no unit begins after so many minutes")
+    parser.add_argument("--federations", nargs="*", default=[], help="these alone")
+    parser.add_argument("--methods", nargs="*", default=[], help="these alone")
+    given = parser.parse_args()
+    end, writing = time.monotonic() + 60 * given.minutes, Lock()
+    missing = [unit for unit in units(given.federations, given.methods) if not unit.is_done(given.rows)]
+    print(f"{len(missing)} units are missing", flush=True)
+
+    def run(unit: Unit) -> None:
+        if time.monotonic() > end:
+            return
+        began = time.monotonic()
+        folder = Path(tempfile.mkdtemp(prefix="equal-terms-"))
+        done = subprocess.run(unit.command(folder), capture_output=True, text=True, check=False)
+        words = f"{unit.federation} {unit.method}: {time.monotonic() - began:.0f} s"
+        if done.returncode:
+            (reason, *_) = done.stderr.strip().splitlines()[-1:] or ["no reason"]
+            print(f"{words}, failed: {reason}", flush=True)
+        else:
+            with writing:
+                places = [folder, *([given.rows] if given.rows.exists() else [])]
+                given.rows.write_text(to_csv(find_finished_runs(places)), encoding="utf-8")
+            print(words, flush=True)
+        shutil.rmtree(folder)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(run, missing))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
