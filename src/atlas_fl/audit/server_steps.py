@@ -1,8 +1,8 @@
 """Second formulas of rules that step from an average, merge changes, or take A and B or their product apart.
 
     server optimizers   algorithm 2 of Reddi et al., 2021, cohort by cohort and value by value
-    TIES, DARE          algorithm 1 of Yadav et al., 2023, and section 3 of Yu et al., 2024, on changes
-    raFLoRA             equation 8 of Wu et al., 2026, partition by partition
+    TIES, DARE          algorithm 1 of Yadav et al., 2023, and drop and rescale of Yu et al., 2024
+    raFLoRA             Wu et al., 2026, partition by partition
     FedRot-LoRA         rotations by full decompositions (Zhang et al., 2026)
     FedSVD              the full decomposition of the product of the averages (Lee et al., 2025)
     FedDyn              average of what was trained, and the mean of the sums of changes (Acar et al., 2021)

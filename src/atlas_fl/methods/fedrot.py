@@ -6,7 +6,7 @@
 
 B_k A_k is what it was, since R_k is orthogonal. The rotation nearest to U S V^T is U diag(1, ..., 1, det U V) V^T, and
 R*_k is the one nearest to A_k A^T or B_k^T B. Zhang, Kim, Cha and Vikalo, "FedRot-LoRA: Mitigating Rotational
-Misalignment in Federated LoRA", ICML 2026, arXiv:2602.23638, sections 3 and 4. In even rounds A is aligned, in odd ones
+Misalignment in Federated LoRA", ICML 2026, arXiv:2602.23638. In even rounds A is aligned, in odd ones
 B, and in the first none, as in the authors' code, whose default is the orthogonal matrix without the bound on its
 determinant. Their clients rotate before they send; here the server does, with the same bytes and what it has anyway. A
 client without others is not rotated.

@@ -9,7 +9,7 @@
     DARE   merge = sum_k p_k (1 - m_k) tau_k / (1 - p),   m_k = 1 with probability p = --dare-drop, value by value
 
 Yadav, Tam, Choshen, Raffel and Bansal, "TIES-Merging", NeurIPS 2023, arXiv:2306.01708, algorithm 1; Yu, Yu, Yu, Huang
-and Li, "Language Models are Super Mario", ICML 2024, arXiv:2311.03099, section 3. They merge once, and all models count
+and Li, "Language Models are Super Mario", ICML 2024, arXiv:2311.03099. They merge once, and all models count
 alike; here it is every round, p_k are shares of the examples, and lambda = 1 of DARE is the average of what is left,
 not its sum. TIES keeps the largest values of each tensor by itself, as PEFT does, where the paper takes those of the
 whole model. In product space tau are dense updates s B A, and each client gets the best approximation of its rank of x.

@@ -6,7 +6,7 @@
 N_h are the examples of these clients, and each client gets the best approximation of its rank of W. In FlexLoRA's
 average n_k / N_1 weighs every partition, so that what few clients have decays round by round: "rank collapse". Wu, Hu,
 Min and Wang, "Preventing Rank Collapse in Federated Low-Rank Adaptation with Client Heterogeneity", 2026,
-arXiv:2602.13486, equation 8. How a product is split into A and B is that of product space, evenly. With one rank it is
+arXiv:2602.13486. How a product is split into A and B is that of product space, evenly. With one rank it is
 FlexLoRA.
 """
 
