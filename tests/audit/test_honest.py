@@ -44,8 +44,11 @@ HONEST = {
 }
 
 
-BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
+WITH_STATE = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
+BY_FACTORS = (*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated")
 """Rules of A and B, which validation says."""
+BY_PRODUCTS = ("fedavg_by_rank", "fedavg_with_rest")
+"""Rules of products alone, which validation says."""
 MEASURED = tuple(name for name, rule in RULES.items() if rule.report == "halves")
 MORE = {
     "fedavg": ("truncate", "A"),
@@ -53,7 +56,8 @@ MORE = {
 }
 """Other words under which these rules run too."""
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
-STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", *MEASURED)
+FROM_UPDATES = ("pfedgraph", "cfl", "fedtreelora", "classifier_collaboration")
+STATEFUL = (*SERVER_OPTIMIZERS, *WITH_STATE, "fedavg_with_rest", *FROM_UPDATES, *MEASURED)
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -64,7 +68,7 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
         for words, strategy in product(HONEST, RULES)
         # no other rule reads how the Laplacian steps, and what is shared is asked of one rule of each kind
         if (strategy == "atlas_laplacian" or words in ("product", "factors") or words in MORE.get(strategy, ()))
-        and not (words == "factors" and strategy in ("local", *MEASURED))
+        and not (words == "factors" and strategy in ("local", *BY_PRODUCTS, *MEASURED))
     ],
 )
 def test_an_honest_run_passes(tmp_path, strategy, words):

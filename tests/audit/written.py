@@ -28,7 +28,10 @@ D_IN, D_OUT = 14, 11
 ROUNDS = 3
 ALPHA = 0.1
 """Of FedDyn."""
-ONE_RANK = ("ifca", "fedavg_dynamic", "fedavg_with_residual")
+ONE_RANK = (
+    *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated"),
+    *("fedavg_with_residual", "fedavg_with_rest"),
+)
 """Strategies for which validation asks for one rank."""
 
 
@@ -160,7 +163,7 @@ def write_run(
     real = real or mixing
     strategy = find_method(
         real.strategy,
-        **{**vars(real), **vars(robust), **vars(server)},
+        **{**vars(real), **vars(robust), **vars(server), "seed": seed},
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
     )
     each = accepted_ranks(strategy)

@@ -83,8 +83,9 @@ def test_entries_by_hand(atlas, monkeypatch) -> None:
 def test_who_needs_equal_ranks_or_factors_refuses_others(name: str, atlas, monkeypatch) -> None:
     needs = entries(atlas, monkeypatch)[name][1]
     rule = RULES[METHODS[name].rule if name in METHODS else name]
-    space = "factors" if rule.in_factors else METHODS[name].settings.get("space", "any") if name in METHODS else "any"
-    given = METHODS[name].settings.get("ranks", "8") if name in METHODS else "8"
+    own = METHODS[name].settings if name in METHODS else {}
+    space = rule.fixed.get("space", own.get("space", "any"))
+    given = own.get("ranks", "8")
     mu = {"proximal_mu": "0.1"} if name in ("feddyn", "fedavg_dynamic") else {}
 
     def is_accepted(**values: str) -> bool:

@@ -198,10 +198,12 @@ def test_a_communicating_rule_changes_every_participating_client(name, options, 
 
 
 AS_FEDAVG = {
-    "fedavg": KEYS,
+    # ranks are equal here, and what is looked at are products
+    **dict.fromkeys(("fedavg", "fedavg_by_rank", "fedavg_orthonormal"), KEYS),
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
-    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual", "fedavg_by_norm"), KEYS[2:]),
+    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual", "fedavg_with_rest", "fedavg_by_norm"), KEYS[2:]),
+    "fedavg_rotated": KEYS[2:],
     # the clusters here are the tasks
     **dict.fromkeys(("fedavg_cluster", "atlas_no_laplacian"), KEYS[2:]),
 }
@@ -211,6 +213,7 @@ AS_FEDAVG = {
 @cases(RULES)
 def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, federation):
     updates = models(0, EQUAL_RANKS)
+    options = {**options, "space": find_method(name, **options).options.space}  # where some rules mix alone
     own, average, alone = (
         computed(*step(rule, options, federation, updates, before=models(100, EQUAL_RANKS)))
         for rule in (name, "fedavg", "local")

@@ -87,6 +87,10 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
     "a frozen part beside the adapter": ("", {**ONE_RANK, "strategy": "fedex"}),
+    "a rest of products held frozen": ("", {**ONE_RANK, "strategy": "fedmomentum"}),
+    "a factor that the server alone moves": ("", {**ONE_RANK, "strategy": "fedsvd"}),
+    "factors rotated by the server": ("", {**ONE_RANK, "strategy": "fedrot"}),
+    "changes dropped by the seed": ("", {**TEXT, "strategy": "dare"}),
     "clusters cut in two": ("", {**TEXT, "strategy": "cfl"}),
     "nested clusters": ("", {**TEXT, "strategy": "fedtreelora"}),
 }
@@ -95,6 +99,7 @@ NOT_SERVED = {
     "scaffold": "--control-variates has a second set of tensors beside the model, which no message across machines",
     "feddyn": "--strategy feddyn has a second set of tensors beside the model",
     "fedex": "--strategy fedex has a second set of tensors beside the model",
+    "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
     "ditto": "--second-model has a second set of tensors beside the model",
     "fedalt": "--personal-models has a second set of tensors beside the model",

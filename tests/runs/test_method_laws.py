@@ -83,6 +83,8 @@ BEGIN_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
     ),
     "flora": ({**FEDIT, "strategy": "flora"}, FEDIT),
     "fedex": ({**FEDIT, "strategy": "fedex"}, FEDIT),
+    "fedsvd": ({**FEDIT, "strategy": "fedsvd"}, {**FEDAVG, "trained_parts": "B", "rate_factor": 4.0}),
+    "fedmomentum": ({**FEDIT, "strategy": "fedmomentum"}, {**FEDIT, "strategy": "flexlora"}),
 }
 """Methods that have nothing to correct in round one, each with the one that it then is."""
 ALONE: Settings = {**FACTORS, "clients_per_task": 1, "tasks": "movie"}
@@ -94,6 +96,8 @@ END_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
         {"strategy": "ifca", "ranks": "4", "ifca_clusters": 1},
         {"strategy": "fedavg", "ranks": "4"},
     ),
+    "factors that are not rotated": ({**FEDIT, "strategy": "fedrot", "rotation_strength": 0.0}, FEDIT),
+    "products of one rank": ({**FEDIT, "strategy": "raflora"}, {**FEDIT, "strategy": "flexlora"}),
     "own models without a pull": ({**FEDAVG, "personal_models": True}, {"strategy": "local", "ranks": "4"}),
     "second models without a pull": (
         {**PAIR, "strategy": "fedavg", "second_model": "proximal", "second_weight": 0.0},

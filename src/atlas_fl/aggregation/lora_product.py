@@ -52,7 +52,7 @@ def _spectrum(gram: Tensor, *, rank: int, noise: float) -> tuple[Tensor, Tensor]
     return sigma[:alive], vectors[:, -rank:].flip(1)[:, :alive]
 
 
-def _signs(rows: Tensor) -> Tensor:
+def row_signs(rows: Tensor) -> Tensor:
     """+1 or -1 for each row, so that its largest entry becomes positive: eigenvectors come with any sign."""
     return rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0].sign() if len(rows) else rows.new_zeros(0)
 
@@ -74,7 +74,7 @@ def truncated_svd(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]
         gram = core.T @ (inner @ core)
         sigma, vectors = _spectrum(gram, rank=rank, noise=limit)
         right = vectors.T @ basis.T
-        signs, root = _signs(right), sigma.sqrt()
+        signs, root = row_signs(right), sigma.sqrt()
         # fresh memory of this size costs as much as the product itself, so scale the small factor, or in place
         left = b @ (core @ (vectors * (signs / root)))
         right *= (signs * root)[:, None]
@@ -112,7 +112,7 @@ def leading_dense(update: Tensor, *, rank: int, noise: float = 0.0) -> Leading:
     gram = update @ update.T if wide else update.T @ update
     sigma, vectors = _spectrum(gram, rank=rank, noise=noise)
     right = vectors.T @ update if wide else vectors.T
-    signs, root = _signs(right), sigma.sqrt()
+    signs, root = row_signs(right), sigma.sqrt()
     if wide:
         left, right = vectors * (signs * root), right * (signs / root)[:, None]
     else:
@@ -176,8 +176,8 @@ def fit_clients(
         yield k, *done[rank], best.total
 
 
-def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """(R, d_in) and (d_out, R) in float64: the stacks of A and of s B."""
+def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
+    """(R, d_in) and (d_out, R) in float64: the stacks of A and of s B; s may be one number for each column."""
     scaled = [tensor.double() * scale for tensor, scale in zip(b, scales)]
     return torch.cat([tensor.double() for tensor in a]), torch.cat(scaled, 1)
 

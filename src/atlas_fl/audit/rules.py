@@ -9,15 +9,26 @@ from atlas_fl.audit.class_features import HeadsByFeatures
 from atlas_fl.audit.kriging import ByDirections, FromHalves
 from atlas_fl.audit.mean_estimation import by_james_stein, by_multi_task_averaging, by_similarity_tests
 from atlas_fl.audit.run_files import Run
-from atlas_fl.audit.server_steps import Dynamic, ExactAverage, ServerOptimizer
+from atlas_fl.audit.server_steps import (
+    Dynamic,
+    ExactAverage,
+    Merge,
+    Orthonormal,
+    RankPartitions,
+    Rotated,
+    ServerOptimizer,
+    by_chance,
+    by_sign,
+)
 from atlas_fl.audit.step import Formula
 from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
 BY_DISTANCE, OF_OTHERS, DYNAMIC, BY_FEATURES = MeanByDistance(), MeanOfOthers(), Dynamic(), HeadsByFeatures()
+BY_RANK, ORTHONORMAL, ROTATED = RankPartitions(), Orthonormal(), Rotated()
 MULTI_TASK = FromHalves(within="all", predict=by_multi_task_averaging)
-STACKED, WITH_RESIDUAL = ExactAverage(stacks=True), ExactAverage(stacks=False)
+STACKED, WITH_RESIDUAL, WITH_REST = (ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
 
 RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe", "local_prior"), OWN),
@@ -28,9 +39,13 @@ RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), CLUSTER_MEAN),
     **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), LAPLACIAN),
     **dict.fromkeys(("fedavg_by_norm", "hetlora"), BY_NORM),
+    **dict.fromkeys(("fedavg_by_rank", "raflora"), BY_RANK),
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), BY_DISTANCE),
     **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), OF_OTHERS),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), DYNAMIC),
+    **dict.fromkeys(("fedavg_orthonormal", "fedsvd"), ORTHONORMAL),
+    **dict.fromkeys(("fedavg_rotated", "fedrot"), ROTATED),
+    **dict.fromkeys(("fedavg_with_rest", "fedmomentum"), WITH_REST),
     **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
     **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
     **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
@@ -43,6 +58,8 @@ RULES: Mapping[str, Formula] = {
     "fedadagrad": ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),
     "fedyogi": ServerOptimizer(kind="fedyogi", lr=0.01, beta1=0.9),
     "fedadam": ServerOptimizer(kind="fedadam", lr=0.01, beta1=0.9),
+    "ties": Merge(merge=by_sign),
+    "dare": Merge(merge=by_chance),
     "pfedgraph": ByDirections(),
     "cfl": Bipartition(),
     "ifca": Choice(),

@@ -117,11 +117,14 @@ def check_bytes(run: Run) -> Iterator[AuditRow]:
             client: {key for key, tensor in params.items() if not tensor.equal(before[client][key])}
             for client, params in after.items()
         }
-        unsent = _frozen_keys(run, round, after) - set().union(*changed.values())
+        frozen = _frozen_keys(run, round, after)
+        unsent = frozen - set().union(*changed.values())
+        unsent_up = frozen if formula_of(run).moves_untrained else unsent
         present = {name for name in record.participants if record.refused.get(name) != NO_ANSWER}
         for name in sorted(present):
             whole, part = _size(after[name], ()), _size(after[name], unsent)
-            expected = {"up": 0 if name in record.refused else part, "down": part + whole * (name in outdated)}
+            up = 0 if name in record.refused else _size(after[name], unsent_up)
+            expected = {"up": up, "down": part + whole * (name in outdated)}
             actual = {way: ledger[round, name, way] for way in expected}
             fault = "" if actual == expected else f"the ledger has {actual}, and what was to be sent is {expected}"
             yield AuditRow("sent", name, fault, round=round)
@@ -134,7 +137,7 @@ def _is_partly_trained(run: Run) -> bool:
     is_simple = run.mask is None and settings.split.split == "none" and not settings.ranks.rerank
     is_complete = run.rounds == tuple(range(1, len(run.rounds) + 1))
     is_whole = set(mixing.share) == {"A", "B", "head"} and mixing.aggregate_every == 1 and not mixing.personal_models
-    is_mean = formula_of(run) == MEAN
+    is_mean = formula_of(run) == MEAN or formula_of(run).moves_untrained
     return settings.training.trained_parts != "all" and is_simple and is_complete and is_whole and is_mean
 
 

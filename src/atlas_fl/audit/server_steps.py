@@ -1,25 +1,33 @@
-"""Second formulas of rules that step from an average: server optimizers, FedDyn, FLoRA and FedEx-LoRA.
+"""Second formulas of rules that step from an average, merge changes, or take A and B or their product apart.
 
     server optimizers   algorithm 2 of Reddi et al., 2021, cohort by cohort and value by value
+    TIES, DARE          algorithm 1 of Yadav et al., 2023, and drop and rescale of Yu et al., 2024
+    raFLoRA             Wu et al., 2026, partition by partition
+    FedRot-LoRA         rotations by full decompositions (Zhang et al., 2026)
+    FedSVD              the full decomposition of the product of the averages (Lee et al., 2025)
     FedDyn              average of what was trained, and the mean of the sums of changes (Acar et al., 2021)
     FLoRA               newest = sum_k w_k s_k B_k A_k                 adapters: A as it was sent, B = 0
     FedEx-LoRA          newest = sum_k w_k s B_k A_k - s Bbar Abar     adapters: Abar, Bbar
+    FedMomentum         newest = U[:, r:] S[r:] V^T[r:] of the sum     adapters: U[:, :r] S[:r] V^T[:r]
 
-Of the last two the frozen part is that of before and the newest. Which factors the server has taken is left to it.
+Of the last three the frozen part is that of before and the newest. Which factors the server has taken is left to it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging, Mean
-from atlas_fl.audit.dense import arrays, is_compared, is_mixed, numbers, update
+from atlas_fl.audit.dense import arrays, decompose, is_compared, is_mixed, numbers, update
 from atlas_fl.audit.run_files import Flat, Run
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules
+from atlas_fl.rng import torch_generator
 
 Moved = tuple[np.ndarray, float, dict[str, np.ndarray]]
 """The next value, the size of what went in, and the moments by path."""
@@ -32,6 +40,18 @@ def weighted(shares: Sequence[float], values: Sequence[np.ndarray]) -> Value:
     parts = list(zip(shares, values, strict=True))
     total = np.asarray(sum(share * one for share, one in parts))
     return total, sum(share * float(np.linalg.norm(one)) for share, one in parts)
+
+
+def value_key(step: Step, key: str) -> str:
+    """The parameter at which the value of this one stands: of B in product space, at its A."""
+    return key.removesuffix(LORA_B) + LORA_A if step.run.mixing.space == "product" and key.endswith(LORA_B) else key
+
+
+def present_of_cohort(step: Step, k: int, key: str) -> list[int]:
+    """Clients whose update counts of those that have one model, or head, with client k; none where it is alone."""
+    clusters, within = step.plan.clusters, step.run.settings.robust.within
+    cohort = [one for one in step.mates(k, key) if within == "all" or one == k or 0 <= clusters[k] == clusters[one]]
+    return step.there(cohort) if len(cohort) > 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +80,10 @@ class ServerOptimizer(Averaging):
         return state
 
     def _moved(self, step: Step, k: int, key: str) -> Moved | None:
-        if step.run.mixing.space == "product" and key.endswith(LORA_B):
-            key = key.removesuffix(LORA_B) + LORA_A
-        clusters, within = step.plan.clusters, step.run.settings.robust.within
-        cohort = [one for one in step.mates(k, key) if within == "all" or one == k or 0 <= clusters[k] == clusters[one]]
-        there = step.there(cohort)
-        if len(cohort) < 2 or not there:
+        key, there = value_key(step, key), present_of_cohort(step, k, key)
+        if not there:
             return None
-        parts = [] if within == "all" else [f"cluster-{clusters[k]}"]
+        parts = [] if step.run.settings.robust.within == "all" else [f"cluster-{step.plan.clusters[k]}"]
         parts += [f"task-{step.plan.tasks[k]}"] if key.startswith(HEAD) else []
         module = key.removesuffix(LORA_A) if step.run.mixing.space == "product" else key
         path = f"{'-'.join(parts) or 'all'}/{module}"
@@ -102,6 +118,82 @@ class ServerOptimizer(Averaging):
         if last.shape != start.shape:
             raise CheckpointError(f"{path} of the server state has shape {last.shape}, its tensor {start.shape}")
         return last
+
+
+class OfCohort(Averaging):
+    """A rule of what those of a cohort that took part have trained, the same for all of it; by default the average."""
+
+    average = Mean(within="settings")
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The next value of client k, in product space that of a module; None where it has no server step."""
+        key, there = value_key(step, key), present_of_cohort(step, k, key)
+        return step.once(("next", tuple(there), key), lambda: self.next_value(step, there, key)) if there else None
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The next value from these clients' updates, and the size of what went in."""
+        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(OfCohort):
+    """TIES or DARE: the average of what was sent, moved by the merged changes."""
+
+    merge: Callable[[Step, Sequence[int], np.ndarray, str], np.ndarray]
+    """(step, clients, their changes, parameter) -> the merged change."""
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average, moved."""
+        sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
+        current, size = weighted(step.shares(there), sent)
+        changes = np.stack([last - first for first, last in zip(sent, trained, strict=True)])
+        move = step.run.settings.server.merge_scale * self.merge(step, there, changes, key)
+        return current + move, size + float(np.linalg.norm(move))
+
+
+def by_sign(step: Step, there: Sequence[int], changes: np.ndarray, _key: str) -> np.ndarray:
+    """Trim, elect and disjoint mean of TIES, one after the other."""
+    density = step.run.settings.server.ties_density
+    for change in changes:
+        dropped = change.size - max(int(np.ceil(density * change.size - 1e-9)), 1)
+        change[np.abs(change) < np.sort(np.abs(change), axis=None)[dropped]] = 0.0
+    shares = np.array(step.shares(there)).reshape(-1, *[1] * (changes.ndim - 1))
+    elected = np.sign((shares * changes).sum(0))
+    agrees = shares * ((np.sign(changes) == elected) & (elected != 0))
+    return np.asarray((agrees * changes).sum(0) / np.where(agrees.any(0), agrees.sum(0), 1.0))
+
+
+def by_chance(step: Step, there: Sequence[int], changes: np.ndarray, key: str) -> np.ndarray:
+    """Drop and rescale of DARE, by the draws of the run's seed."""
+    settings = step.run.settings
+    name = key.removesuffix(LORA_A) if step.run.mixing.space == "product" else key
+    kept = []
+    for k, change in zip(there, changes, strict=True):
+        draw = torch_generator(settings.run.seed, "dare", step.round, step.plan.clients[k], name)
+        drawn = torch.rand(change.shape, generator=draw, dtype=torch.float64).numpy()
+        kept.append(np.where(drawn < settings.server.dare_drop, 0.0, change) / (1 - settings.server.dare_drop))
+    return weighted(step.shares(there), kept)[0]
+
+
+class RankPartitions(OfCohort):
+    """raFLoRA: the average of each partition of the ranks over the clients that have it; of heads the average."""
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The sum over all partitions."""
+        mean, size = super().next_value(step, there, key)
+        if not key.endswith(LORA_A):
+            return mean, size
+        total, low, module = np.zeros_like(mean), 0, key.removesuffix(LORA_A)
+        models = {one: step.trained[step.plan.clients[one]] for one in there}
+        shares = dict(zip(there, step.shares(there), strict=True))
+        for high in sorted({len(params[key]) for params in models.values()}):
+            has = {one: params for one, params in models.items() if len(params[key]) >= high}
+            for one, params in has.items():
+                a, b = numbers(params[key]), numbers(params[module + LORA_B])
+                share = shares[one] / sum(shares[other] for other in has)
+                total += share * step.plan.scale(len(a)) * b[:, low:high] @ a[low:high]
+            low = high
+        return total, size + float(np.linalg.norm(total))
 
 
 class Dynamic(Averaging):
@@ -143,22 +235,72 @@ class Dynamic(Averaging):
         return total + last - first if step.present[k] else total
 
 
+class Rotated(OfCohort):
+    """FedRot-LoRA: the average of factors, each rotated towards those that its client was sent."""
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average of the rotated factors; of heads the average."""
+        if step.round == 1 or not key.endswith((LORA_A, LORA_B)):
+            return super().next_value(step, there, key)
+        module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+        turns = [step.once(("turn", module, one), partial(self._turn, step, module, one)) for one in there]
+        pairs = zip([step.value(step.trained, one, key) for one in there], turns, strict=True)
+        return weighted(step.shares(there), [v @ turn if key.endswith(LORA_B) else turn.T @ v for v, turn in pairs])
+
+    def _turn(self, step: Step, module: str, k: int) -> np.ndarray:
+        key = module + (LORA_B if step.round % 2 else LORA_A)
+        own, sent = (step.value(models, k, key) for models in (step.trained, step.before))
+        strength = step.run.settings.server.rotation_strength
+        best = _rotation(own.T @ sent if step.round % 2 else own @ sent.T)
+        return _rotation((1 - strength) * np.eye(len(best)) + strength * best)
+
+
+def _rotation(matrix: np.ndarray) -> np.ndarray:
+    """The nearest rotation."""
+    left, _, right = decompose(matrix)
+    signs = np.ones(len(matrix))
+    signs[-1] = np.linalg.det(left) * np.linalg.det(right)
+    return np.asarray((left * np.sign(signs)) @ right)
+
+
+class Orthonormal(OfCohort):
+    """FedSVD: the average of A and B, and of full rank the singular vectors of its product."""
+
+    moves_untrained = True
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average of a head, and a factor of the decomposition of the product of averages."""
+        if key.startswith(HEAD):
+            return super().next_value(step, there, key)
+        module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+        (a, size_a), (b, size_b) = (OfCohort.next_value(self, step, there, module + end) for end in (LORA_A, LORA_B))
+        left, sizes, right = decompose(b @ a)
+        rank = len(a)
+        if rank <= len(sizes) and sizes[rank - 1] > 1e-6 * sizes[0]:
+            a, b = right[:rank], left[:, :rank] * sizes[:rank]
+            turned = np.sign(a[np.arange(rank), np.abs(a).argmax(1)])
+            a, b = turned[:, None] * a, turned * b
+        factor, size = (a, size_a) if key.endswith(LORA_A) else (b, size_b)
+        return factor, size + float(np.linalg.norm(factor))
+
+
 def _steps(step: Step, members: Sequence[int], key: str) -> bool:
     return is_mixed(key, step.run.mixing.share) and len(members) > 1 and bool(step.there(members))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactAverage(Averaging):
-    """FLoRA (`stacks`) or FedEx-LoRA: adapters, and a frozen part that holds what they lack of the average."""
+    """FLoRA, FedEx-LoRA or FedMomentum: adapters, and a frozen part that holds what they lack of the average."""
 
-    stacks: bool
+    kind: str
+    """`stacked`, `residual` or `rest`: what is held frozen."""
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
         members = step.mates(k, key)
         if not _steps(step, members, key):
             return None
-        if self.stacks and key.endswith((LORA_A, LORA_B)):
+        if self.kind == "stacked" and key.endswith((LORA_A, LORA_B)):
             sent, trained = (step.value(models, k, key) for models in (step.before, step.trained))
             next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
             return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
@@ -189,7 +331,11 @@ class ExactAverage(Averaging):
         models = [step.trained[step.plan.clients[k]] for k in there]
         shares, products = step.shares(there), [update(step.plan, params, module) for params in models]
         total, _ = weighted(shares, products)
-        if not self.stacks:
+        if self.kind == "rest":
+            left, values, right = decompose(total)
+            rank = len(models[0][module + LORA_A])
+            total = (left[:, rank:] * values[rank:]) @ right[rank:]
+        elif self.kind == "residual":
             a, b = (
                 weighted(shares, [numbers(params[module + end]) for params in models])[0] for end in (LORA_A, LORA_B)
             )

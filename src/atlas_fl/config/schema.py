@@ -155,8 +155,8 @@ class TrainingConfig:
     each half of the round's steps, so that a client takes no more than with `all`."""
     head_rate: Annotated[float, Range(above=0), Tried("fedpac", values=(1.0, 10.0, 3.0, 0.3))] = 1.0
     """Multiple of the learning rate in the steps of `head_then_rest` on the head alone (FedPAC)."""
-    rate_factor: Annotated[float, Range(above=0), Tried("ffa", values=(4.0, 10.0, 2.0))] = 1.0
-    """Multiple of `--lr`, also of a model's own, at which clients train: `ffa` needs a larger one than others."""
+    rate_factor: Annotated[float, Range(above=0), Tried("ffa", "fedsvd", values=(4.0, 10.0, 2.0))] = 1.0
+    """Multiple of `--lr`, also of a model's own, at which clients train: `ffa` and `fedsvd` need a larger one."""
     multitask: bool = False
     """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False

@@ -349,6 +349,9 @@ def one_round(
         unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts)
         if jobs
         else frozenset(),
+        unsent_up=untrained_names(config, jobs[0], state.client_models, cuts=cuts)
+        if jobs and strategy_of(config).moves_untrained
+        else frozenset(),
     )
     return state.after(record), record
 
@@ -633,14 +636,19 @@ def unsent_names(
     Empty where clients keep parts or models to themselves or have cuts, whose messages are made of other parts, and
     where several rounds are sent at once.
     """
+    return frozenset(
+        key
+        for key in untrained_names(config, job, before, cuts=cuts)
+        if all(_are_equal([params[key], after[client][key]]) for client, params in before.items() if key in params)
+    )
+
+
+def untrained_names(config: Config, job: Job, before: ByClient, *, cuts: Mapping[str, Cut]) -> frozenset[str]:
+    """The names of what does not train in the round of this job; empty where the above says so."""
     mixing = config.mixing
     if cuts or mixing.personal_models or mixing.aggregate_every > 1 or not is_fully_shared(mixing.share):
         return frozenset()
-    return frozenset(
-        key
-        for key in _untrained_keys(job.options, before, round=job.round)
-        if all(_are_equal([params[key], after[client][key]]) for client, params in before.items() if key in params)
-    )
+    return frozenset(_untrained_keys(job.options, before, round=job.round))
 
 
 def _untrained_keys(options: TrainOptions, models: ByClient, *, round: int) -> set[str]:

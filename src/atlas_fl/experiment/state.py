@@ -169,6 +169,8 @@ class RoundRecord:
     """The tensors that went to clients beside their models, by kind and client."""
     unsent: frozenset[str] = frozenset()
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
+    unsent_up: frozenset[str] = frozenset()
+    """The names of what did not train, and goes down because the server moves it."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -272,7 +274,8 @@ class RoundRecord:
             yield from self._frozen_rows(name, self.method.frozen_part(self.before.server_state))
         for name, update in self.received.updates.items():
             if self.aggregated or update.travelled:
-                yield from self._model_rows(name, "up", self._sent_part(update.params), share)
+                trained = {key: tensor for key, tensor in update.params.items() if key not in self.unsent_up}
+                yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
         newest = self.method.newest_part(after) if self.state_changed else {}
         for name in self._receivers() if self.aggregated else ():

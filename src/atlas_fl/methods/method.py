@@ -215,6 +215,8 @@ class Method(Part):
     """Tensors that are equal at all clients stay what they are, but for rounding."""
     across_machines: ClassVar[str] = ""
     """Why it works in simulations alone; empty where it works across machines."""
+    moves_untrained: ClassVar[bool] = False
+    """The server moves what does not train, so that it goes down and does not come up."""
     holds_frozen: ClassVar[bool] = False
     """Everyone holds a frozen part beside its adapter (`frozen_part`)."""
     begins_again: ClassVar[bool] = False

@@ -119,23 +119,28 @@ def server_step(
     return current + step, {"first": first.float(), "second": second.float()}
 
 
-class _ServerStep:
-    """One step of a server optimizer over all cohorts; what it makes is collected, its inputs stay as they are."""
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Weighted sums of one value over clients, by their indices: a tensor, or a module's dense update; float64."""
+
+    sent: Callable[[Mapping[int, float]], Tensor]
+    """Of the models that the clients were sent."""
+    trained: Callable[[Mapping[int, float]], Tensor]
+    """Of those that they have trained."""
+
+
+NextValue: TypeAlias = Callable[[Cohort, str, Values], Tensor]
+"""The next value of a cohort, float64, from the name of the tensor or module and its values."""
+
+
+class CohortStep:
+    """One step of the server over cohorts, value by value; what it makes is collected, its inputs stay as they are."""
 
     def __init__(
-        self,
-        rule: ServerOptimizer,
-        options: rules.StrategyOptions,
-        state: ServerState,
-        before: ByClient,
-        after: ByClient,
+        self, next_value: NextValue, options: rules.StrategyOptions, before: ByClient, after: ByClient
     ) -> None:
-        self._rule, self._options, self._clients = rule, options, tuple(after)
+        self._next, self._options, self._clients = next_value, options, tuple(after)
         self._before, self._after = tuple(before.values()), tuple(after.values())
-        self.moments: dict[str, dict[str, dict[str, Tensor]]] = {
-            kind: {name: dict(moments) for name, moments in params_by_client(state, kind).items()}
-            for kind in ("first", "second")
-        }
         self.models: dict[int, dict[str, Tensor]] = {}
         self.thrown, self.total = dict.fromkeys(after, 0.0), dict.fromkeys(after, 0.0)
 
@@ -150,14 +155,6 @@ class _ServerStep:
         for module in modules:
             self._step_module(cohort, module)
 
-    def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
-        own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in self.moments.items()}
-        known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
-        model, moments = server_step(current, change, known, rule=self._rule)
-        for kind, tensor in moments.items():
-            self.moments[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
-        return model
-
     def _step_tensor(self, cohort: Cohort, key: str) -> None:
         like = self._after[cohort.members[0]][key]
         if differing := [k for k in cohort.members if self._after[k][key].shape != like.shape]:
@@ -165,14 +162,20 @@ class _ServerStep:
                 f"{key} of {self._clients[differing[0]]} and {self._clients[cohort.members[0]]} has several shapes;"
                 " clients with one model need equal ones: name their tasks apart or do not share the head"
             )
-        current, trained = (_weighted_sum(models, key, cohort.weights) for models in (self._before, self._after))
-        model = self._next(cohort, key, current, trained - current).to(like.dtype)
+        values = Values(
+            sent=lambda weights: _weighted_sum(self._before, key, weights),
+            trained=lambda weights: _weighted_sum(self._after, key, weights),
+        )
+        model = self._next(cohort, key, values).to(like.dtype)
         for k in cohort.members:
             self._model(k)[key] = model
 
     def _step_module(self, cohort: Cohort, module: str) -> None:
-        current, trained = (self._dense(models, module, cohort.weights) for models in (self._before, self._after))
-        model = self._next(cohort, module, current, trained - current)
+        values = Values(
+            sent=lambda weights: self._dense(self._before, module, weights),
+            trained=lambda weights: self._dense(self._after, module, weights),
+        )
+        model = self._next(cohort, module, values)
         a, b = ({k: self._after[k][module + end] for k in cohort.members} for end in (LORA_A, LORA_B))
         best = lora_product.leading_dense(model, rank=max(len(rows) for rows in a.values()))
         for k, new_a, new_b, lost, whole in lora_product.fit_clients(
@@ -193,6 +196,32 @@ class _ServerStep:
         return stack_b @ stack_a
 
 
+class _Moments:
+    """The moments of a server optimizer, which go on with every value that it steps."""
+
+    def __init__(self, rule: ServerOptimizer, state: ServerState) -> None:
+        self._rule = rule
+        self._by_kind: dict[str, dict[str, dict[str, Tensor]]] = {
+            kind: {name: dict(moments) for name, moments in params_by_client(state, kind).items()}
+            for kind in ("first", "second")
+        }
+
+    @property
+    def state(self) -> ServerState:
+        """The moments by kind, cohort and name."""
+        return {kind: moments for kind, moments in self._by_kind.items() if moments}
+
+    def next_value(self, cohort: Cohort, name: str, values: Values) -> Tensor:
+        """x_{t+1} of this value."""
+        own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in self._by_kind.items()}
+        known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
+        current = values.sent(cohort.weights)
+        model, moments = server_step(current, values.trained(cohort.weights) - current, known, rule=self._rule)
+        for kind, tensor in moments.items():
+            self._by_kind[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
+        return model
+
+
 def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, float]) -> Tensor:
     """sum_k p_k w_k in float64.
 
@@ -205,8 +234,61 @@ def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, floa
     return total
 
 
+class ByCohort(Method):
+    """A step of the server for each cohort, value by value."""
+
+    needs = "equal ranks with --space factors"
+
+    reads_within = True
+
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
+        everyone = [True] * len(federation.clients)
+        for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
+            self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
+
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
+        """The shares of the examples inside each cohort."""
+        groups = rules.groups_within(step, self.options.within)
+        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+
+    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+        """The step of a value in this round; by default to the average of what was trained."""
+        del updates, federation, round
+        return lambda cohort, _name, values: values.trained(cohort.weights)
+
+    def aggregate(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: rules.Answers | None = None,
+    ) -> Aggregated:
+        """One step of every cohort of which somebody took part."""
+        del server_state, answers
+        next_value = self.next_values(updates, federation, round=round)
+        return self.step(next_value, client_models, updates, federation)
+
+    def step(
+        self, next_value: NextValue, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> Aggregated:
+        """The models after one step of every cohort of which somebody took part."""
+        after = rules.with_updates(client_models, updates)
+        before = {client: client_models[client] for client in federation.clients}
+        after = {client: after[client] for client in federation.clients}
+        step = CohortStep(next_value, self.options, before, after)
+        for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
+            step.run(cohort)
+        models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
+        discarded = lora_product.energy_share(step.thrown, step.total)
+        return Aggregated(server_state={}, client_models=models, discarded=discarded)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServerStep(Method):
+class ServerStep(ByCohort):
     """The average change of each cohort is the gradient of a step of the server."""
 
     server_lr: Annotated[
@@ -224,21 +306,7 @@ class ServerStep(Method):
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
     differs = "whole models"
-    needs = "equal ranks with --space factors"
     optimizer: ClassVar[ServerOptimizer]
-
-    reads_within = True
-
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
-        everyone = [True] * len(federation.clients)
-        for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
-            self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
-
-    def rule(self, step: rules.MixingContext) -> np.ndarray:
-        """The shares of the examples inside each cohort."""
-        groups = rules.groups_within(step, self.options.within)
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
 
     def aggregate(
         self,
@@ -252,9 +320,6 @@ class ServerStep(Method):
     ) -> Aggregated:
         """One step of every cohort of which somebody took part."""
         del round, answers  # moments without a correction of their bias depend on no count of rounds
-        after = rules.with_updates(client_models, updates)
-        before = {client: client_models[client] for client in federation.clients}
-        after = {client: after[client] for client in federation.clients}
         usual = self.optimizer
         rule = replace(
             usual,
@@ -263,14 +328,9 @@ class ServerStep(Method):
             beta2=self.server_beta2,
             tau=self.server_tau,
         )
-        step = _ServerStep(rule, self.options, server_state, before, after)
-        for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
-            step.run(cohort)
-        models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
-        state = {kind: moments for kind, moments in step.moments.items() if moments}
-        return Aggregated(
-            server_state=state, client_models=models, discarded=lora_product.energy_share(step.thrown, step.total)
-        )
+        moments = _Moments(rule, server_state)
+        done = self.step(moments.next_value, client_models, updates, federation)
+        return replace(done, server_state=moments.state)
 
 
 class FedAvgM(ServerStep):
