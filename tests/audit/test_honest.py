@@ -44,7 +44,7 @@ HONEST = {
 }
 
 
-BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
+BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual", "fedavg_by_rank_one")
 """Rules of A and B, which validation says."""
 MEASURED = ("atlas", "kriging")
 MORE = {

@@ -12,7 +12,6 @@ from atlas_fl.config import Config, MixingConfig, TrainingConfig, to_toml
 from atlas_fl.config.schema import RanksConfig, RobustConfig, server_config
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.feddyn import dynamic_corrections
-from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -161,6 +160,7 @@ def write_run(
     strategy = find_method(
         real.strategy,
         **{**vars(real), **vars(robust), **vars(server)},
+        seed=seed,
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
     )
     each = accepted_ranks(strategy)
@@ -180,7 +180,7 @@ def write_run(
         asked, refused = who(round)
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
-        held = {client: with_frozen(start[client], WithFrozenPart.frozen_part(state)) for client in good}
+        held = {client: with_frozen(start[client], strategy.frozen_part(state, client)) for client in good}
         loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         state = strategy.record_reports(state, reported(strategy, state, good, round=round))

@@ -1,4 +1,4 @@
-"""Runs whose clients hold a frozen part beside their adapters: FLoRA and FedEx-LoRA."""
+"""Runs whose clients hold a frozen part beside their adapters: FLoRA, FedEx-LoRA and Fed-PLoRA."""
 
 from pathlib import Path
 
@@ -76,3 +76,16 @@ def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: Make) -> None:
     assert whole, "somebody had missed a round"
     reached = {row["client"] for row in sent}
     assert len(reached) == len({row["client"] for row in rows(folder, "ledger") if row["direction"] == "up"} | reached)
+
+
+def test_modules_of_rank_one_go_to_clients_of_several_ranks_and_all_are_in_the_ledger(config, finished) -> None:
+    numbers = "memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60"
+    devices = tuple(f"{name}={numbers},max_rank={rank}" for name, rank in (("low", 2), ("high", 8)))
+    folder = finished(config(strategy="fedplora", devices=("low", "high"), device=devices)).folder
+    passing_audit(folder, "server", "mixed", "loaded")
+    ledger = rows(folder, "ledger")
+    assert {("adapter", "up"), ("adapter", "down"), ("frozen", "down")} <= {(r["kind"], r["direction"]) for r in ledger}
+    client = ledger[-1]["client"]
+    ends = [load_file(folder / f"adapters/{name}/adapter_model.safetensors") for name in (client, ledger[0]["client"])]
+    shapes = [{key: tensor.shape for key, tensor in end.items() if "lora_A" in key} for end in ends]
+    assert shapes[0] == shapes[1], "everyone ends with all modules, whatever its rank"

@@ -24,6 +24,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "feddyn": {**SOME, "ranks": "4", "proximal_mu": 0.1},
     "flora": {**SOME, "ranks": "4"},
     "fedex": {**SOME, "ranks": "4"},
+    "fedplora": SOME,
     "fedpac": SMALL,
     "ifca": {**SMALL, "ranks": "4", "ifca_clusters": 2},
     "mr_mtl": {**SOME, "ranks": "4", "proximal_mu": 0.5},

@@ -165,6 +165,7 @@ def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns,
 
 NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_dynamic": {"space": "factors", "ranks": "4", "proximal_mu": 0.1},
+    "fedavg_by_rank_one": {"space": "factors"},
     "fedavg_stacked": {"space": "factors"},
     "fedavg_with_residual": {"space": "factors", "ranks": "4"},
     "ifca": {"ranks": "4"},

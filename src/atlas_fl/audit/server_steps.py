@@ -4,8 +4,10 @@
     FedDyn              average of what was trained, and the mean of the sums of changes (Acar et al., 2021)
     FLoRA               newest = sum_k w_k s_k B_k A_k                 adapters: A as it was sent, B = 0
     FedEx-LoRA          newest = sum_k w_k s B_k A_k - s Bbar Abar     adapters: Abar, Bbar
+    Fed-PLoRA           row j of A, column j of s B: the mean over the clients that trained module j
 
-Of the last two the frozen part is that of before and the newest. Which factors the server has taken is left to it.
+Of FLoRA and FedEx-LoRA the frozen part is that of before and the newest. Which factors the server has taken is left to
+it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging, Mean
 from atlas_fl.audit.dense import arrays, is_compared, is_mixed, numbers, update
-from atlas_fl.audit.run_files import Flat, Run
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules
+from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules, ranks
+from atlas_fl.rng import generator
 
 Moved = tuple[np.ndarray, float, dict[str, np.ndarray]]
 """The next value, the size of what went in, and the moments by path."""
@@ -165,8 +168,9 @@ class ExactAverage(Averaging):
         there = step.there(members)
         return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
 
-    def frozen(self, state: Flat) -> dict[str, Tensor]:
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
+        del plan, client
         return {
             path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
         }
@@ -207,3 +211,78 @@ def _dense(step: Step, state: Flat) -> dict[str, np.ndarray]:
         else np.zeros(())
         for module in sorted(modules)
     }
+
+
+class ByRankOne(Averaging):
+    """Fed-PLoRA: modules of rank one, each the mean over who trained it, and those that each client trains next."""
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """The modules of the largest rank, of which each client trains the first."""
+        del run
+        state: dict[str, np.ndarray] = {}
+        for client, params in models.items():
+            for module in lora_modules(params):
+                rank, path = len(params[module + LORA_A]), f"whole/{module}"
+                state[f"chosen/{client}/{module}"] = np.arange(rank, dtype=np.float64)
+                if path + LORA_A not in state or rank > len(state[path + LORA_A]):
+                    state |= {path + end: numbers(params[module + end]) for end in (LORA_A, LORA_B)}
+        return state
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The modules that client k trains next, or the mean of heads."""
+        if not key.endswith((LORA_A, LORA_B)):
+            there = step.there(step.mates(k, key))
+            return (
+                weighted(step.shares(there), [step.value(step.trained, one, key) for one in there]) if there else None
+            )
+        if not any(step.present):
+            return None
+        state, module = step.once("expected", lambda: self.expected(step)), key[: -len(LORA_A)]
+        places = state[f"chosen/{step.plan.clients[k]}/{module}"].astype(int)
+        whole = state[f"whole/{key}"]
+        if key.endswith(LORA_A):
+            return whole[places], float(np.linalg.norm(whole))
+        factor = step.plan.scale(whole.shape[1]) / step.plan.scale(len(places)) if len(places) else 1.0
+        return factor * whole[:, places], float(np.linalg.norm(whole))
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """All modules after the round, and the places of those that each client trains next."""
+        state, run = arrays(step.state), step.run
+        if not any(step.present) or step.is_undone:
+            return state
+        modules = lora_modules(step.before[step.plan.clients[0]])
+        new = {path: value.copy() for path, value in state.items()}
+        for module in modules:
+            a, b = (new[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
+            for j in range(len(a)):
+                places = {k: list(state[f"chosen/{step.plan.clients[k]}/{module}"]) for k in range(step.num_clients)}
+                own = {k: places[k].index(j) for k in step.there(range(step.num_clients)) if j in places[k]}
+                if own:
+                    models = [step.trained[step.plan.clients[k]] for k in own]
+                    ways = [[numbers(params[module + end]) for end in (LORA_A, LORA_B)] for params in models]
+                    rows = [wide[place] for (wide, _), place in zip(ways, own.values(), strict=True)]
+                    columns = [
+                        step.plan.scale(len(wide)) / step.plan.scale(len(a)) * tall[:, place]
+                        for (wide, tall), place in zip(ways, own.values(), strict=True)
+                    ]
+                    a[j], b[:, j] = (weighted(step.shares(list(own)), values)[0] for values in (rows, columns))
+        sizes = {module: len(new[f"whole/{module}{LORA_A}"]) for module in modules}
+        for client in step.plan.clients:
+            draw = generator(run.settings.run.seed, "fedplora", step.round + 1, client)
+            order = draw.permutation(max(sizes.values(), default=0)).tolist()
+            for module, rank in ranks(step.before[client]).items():
+                places = sorted([j for j in order if j < sizes[module]][:rank])
+                new[f"chosen/{client}/{module}"] = np.array(places, np.float64)
+        return new
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """The modules that the client does not train, as an adapter of their number."""
+        part: dict[str, Tensor] = {}
+        for path in (path for path in state if path.startswith(f"chosen/{client}/")):
+            module = path.removeprefix(f"chosen/{client}/")
+            a, b = (state[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
+            others = [j for j in range(len(a)) if j not in state[path].tolist()]
+            if others:
+                part[module + LORA_A] = a[others]
+                part[module + LORA_B] = plan.scale(len(a)) / plan.scale(len(others)) * b[:, others]
+        return part

@@ -53,16 +53,17 @@ class WithFrozenPart(FedAvg):
 
     def send(self, round: RoundStart) -> TreesByClient:
         """The frozen part."""
-        frozen = self.frozen_part(round.server_state)
-        return {"companion": dict.fromkeys(round.clients, frozen)} if frozen else {}
+        frozen = {name: self.frozen_part(round.server_state, name) for name in round.clients}
+        return {"companion": frozen} if any(frozen.values()) else {}
 
     def predict(self, round: RoundStart) -> ByClient:
         """Every model stacked on the frozen part."""
-        frozen = self.frozen_part(round.server_state)
-        if not frozen:
-            return round.client_models
         companion = FrozenCompanion(self.options)
-        return {name: companion.combine(params, frozen, {}) for name, params in round.client_models.items()}
+        frozen = {name: self.frozen_part(round.server_state, name) for name in round.client_models}
+        return {
+            name: companion.combine(params, frozen[name], {}) if frozen[name] else params
+            for name, params in round.client_models.items()
+        }
 
     def complete(
         self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
@@ -94,12 +95,12 @@ class WithFrozenPart(FedAvg):
         b = [updates[client][module + LORA_B] for client in clients]
         return self.new_factors(a, b, [weights[client] for client in clients])
 
-    @staticmethod
-    def frozen_part(server_state: ServerState) -> Params:
+    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
+        del client
         return tensors(subtree(server_state, RESIDUAL))
 
-    @staticmethod
-    def newest_part(server_state: ServerState) -> Params:
+    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """The same of what the newest round has added, which is what is sent."""
+        del client
         return tensors(subtree(server_state, NEWEST))

@@ -209,7 +209,7 @@ class Method(Part):
     across_machines: ClassVar[str] = ""
     """Why it works in simulations alone; empty where it works across machines."""
     holds_frozen: ClassVar[bool] = False
-    """Everyone holds a frozen part beside its adapter (`frozen_part`)."""
+    """Clients hold a frozen part beside their adapters (`frozen_part`)."""
     begins_again: ClassVar[bool] = False
     """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
     needs_classes: ClassVar[bool] = False
@@ -437,18 +437,16 @@ class Method(Part):
         del before, after, federation, matrices
         return ()
 
-    # a part that everyone holds frozen
+    # a part that clients hold frozen
 
-    @staticmethod
-    def frozen_part(server_state: ServerState) -> Params:
-        """Part that everyone holds frozen beside its adapter."""
-        del server_state
+    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
+        """Part that this client holds frozen beside its adapter; of most methods everyone holds the same."""
+        del server_state, client
         return {}
 
-    @staticmethod
-    def newest_part(server_state: ServerState) -> Params:
+    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """Addition of the newest round to it."""
-        del server_state
+        del server_state, client
         return {}
 
 
