@@ -81,7 +81,7 @@ def test_with_one_rank_it_is_fedit_and_nothing_is_frozen() -> None:
 
 def test_draws_are_of_a_round_and_a_client_and_reach_every_module() -> None:
     def drawn_in(round, client):
-        return tuple(draw_modules({"q": 2}, {"q": 6}, seed=1, round=round, client=client)["q"].tolist())
+        return tuple(draw_modules({"q": 2}, {"q": 6}, seed=1, draw=round, client=client)["q"].tolist())
 
     draws = {(round, client): drawn_in(round, client) for round in range(20) for client in NAMES}
     assert {j for places in draws.values() for j in places} == set(range(6))

@@ -199,11 +199,13 @@ def test_a_communicating_rule_changes_every_participating_client(name, options, 
         }
 
 
+AS_FEDIT = ("fedavg_by_rank_one", "fedavg_of_cores", "fedavg_of_heads")
+"""Rules that are FedIT for models of one rank without anything between the factors."""
 AS_FEDAVG = {
     "fedavg": KEYS,
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
-    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual", "fedavg_by_norm", "fedavg_by_rank_one"), KEYS[2:]),
+    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual", "fedavg_by_norm", *AS_FEDIT), KEYS[2:]),
     # the clusters here are the tasks
     **dict.fromkeys(("fedavg_cluster", "atlas_no_laplacian"), KEYS[2:]),
 }
@@ -214,8 +216,8 @@ AS_FEDAVG = {
 def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, federation):
     updates = models(0, EQUAL_RANKS)
     as_fedavg = AS_FEDAVG.get(name, ())
-    if name == "fedavg_by_rank_one" and options.get("space") == "factors":
-        as_fedavg = KEYS  # of one rank it is FedIT
+    if name in AS_FEDIT and options.get("space") == "factors":
+        as_fedavg = KEYS
     own, average, alone = (
         computed(*step(rule, options, federation, updates, before=models(100, EQUAL_RANKS)))
         for rule in (name, "fedavg", "local")

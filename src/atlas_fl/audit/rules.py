@@ -8,7 +8,7 @@ from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByD
 from atlas_fl.audit.class_features import HeadsByFeatures
 from atlas_fl.audit.kriging import ByDirections, Kriging
 from atlas_fl.audit.run_files import Run
-from atlas_fl.audit.server_steps import ByRankOne, Dynamic, ExactAverage, ServerOptimizer
+from atlas_fl.audit.server_steps import ByRankOne, Cores, Dynamic, ExactAverage, ServerOptimizer
 from atlas_fl.audit.step import Formula
 from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree
 from atlas_fl.errors import CheckpointError
@@ -33,6 +33,7 @@ RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
     **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
     **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), ByRankOne()),
+    **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), Cores()),
     "median": Mean(within="settings", shares=averages.alike, reduction=averages.median),
     "trimmed_mean": Mean(within="settings", shares=averages.alike, reduction=averages.trimmed_mean),
     "krum": Mean(within="settings", shares=averages.by_krum),

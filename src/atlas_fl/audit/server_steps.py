@@ -4,6 +4,7 @@
     FedDyn              average of what was trained, and the mean of the sums of changes (Acar et al., 2021)
     FLoRA               newest = sum_k w_k s_k B_k A_k                 adapters: A as it was sent, B = 0
     FedEx-LoRA          newest = sum_k w_k s B_k A_k - s Bbar Abar     adapters: Abar, Bbar
+    Fed-SB, RAVAN       means of R, or of all s_i H_i; Fed-SB's factors by the singular vectors of sign(G)
     Fed-PLoRA           row j of A, column j of s B: the mean over the clients that trained module j
 
 Of FLoRA and FedEx-LoRA the frozen part is that of before and the newest. Which factors the server has taken is left to
@@ -17,11 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging, Mean
-from atlas_fl.audit.dense import arrays, is_compared, is_mixed, numbers, update
+from atlas_fl.audit.dense import arrays, decompose, is_compared, is_mixed, numbers, update
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules, ranks
+from atlas_fl.models.registry import suggested_lr
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_SCALE, lora_modules, ranks
 from atlas_fl.rng import generator
 
 Moved = tuple[np.ndarray, float, dict[str, np.ndarray]]
@@ -219,7 +221,7 @@ class ByRankOne(Averaging):
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
         """The modules of the largest rank, of which each client trains the first."""
         del run
-        state: dict[str, np.ndarray] = {}
+        state: dict[str, np.ndarray] = {"draws": np.array(0.0)}
         for client, params in models.items():
             for module in lora_modules(params):
                 rank, path = len(params[module + LORA_A]), f"whole/{module}"
@@ -251,7 +253,7 @@ class ByRankOne(Averaging):
         if not any(step.present) or step.is_undone:
             return state
         modules = lora_modules(step.before[step.plan.clients[0]])
-        new = {path: value.copy() for path, value in state.items()}
+        new = {**{path: value.copy() for path, value in state.items()}, "draws": state["draws"] + 1}
         for module in modules:
             a, b = (new[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
             for j in range(len(a)):
@@ -268,7 +270,7 @@ class ByRankOne(Averaging):
                     a[j], b[:, j] = (weighted(step.shares(list(own)), values)[0] for values in (rows, columns))
         sizes = {module: len(new[f"whole/{module}{LORA_A}"]) for module in modules}
         for client in step.plan.clients:
-            draw = generator(run.settings.run.seed, "fedplora", step.round + 1, client)
+            draw = generator(run.settings.run.seed, "fedplora", int(new["draws"]), client)
             order = draw.permutation(max(sizes.values(), default=0)).tolist()
             for module, rank in ranks(step.before[client]).items():
                 places = sorted([j for j in order if j < sizes[module]][:rank])
@@ -286,3 +288,45 @@ class ByRankOne(Averaging):
                 part[module + LORA_A] = a[others]
                 part[module + LORA_B] = plan.scale(len(a)) / plan.scale(len(others)) * b[:, others]
         return part
+
+
+class Cores(Averaging):
+    """Fed-SB and RAVAN: means of the blocks, each times its factor; after a report, factors of the sum of gradients."""
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The next value of this tensor of client k."""
+        there = step.there(step.mates(k, key))
+        if not there:
+            return None
+        module = key.rpartition(".")[0]
+        if f"gradient/{module}" in step.told and f"gradient/{module}" not in step.state:
+            value = step.once(
+                ("factors", module),
+                lambda: self._factors(step, module, len(step.before[step.plan.clients[k]][f"{module}{LORA_A}"])),
+            )[key]
+            return value, float(np.linalg.norm(value))
+        if key.endswith(LORA_SCALE):
+            return np.ones(len(step.trained[step.plan.clients[k]][key])), 1.0
+        values = [step.value(step.trained, one, key) for one in there]
+        if key.endswith(LORA_CORE) and module + LORA_SCALE in step.trained[step.plan.clients[k]]:
+            scales = [step.value(step.trained, one, module + LORA_SCALE) for one in there]
+            values = [scale[:, None, None] * value for scale, value in zip(scales, values, strict=True)]
+        return weighted(step.shares(there), values)
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The sum of the gradients, as it was recorded: only the factors by it are computed again."""
+        return arrays(step.told)
+
+    def _factors(self, step: Step, module: str, rank: int) -> dict[str, np.ndarray]:
+        """Fed-SB's A, B and R of a module."""
+        settings = step.run.settings
+        lr = settings.training.lr if settings.training.lr is not None else suggested_lr(settings.model.model)
+        eta = settings.server.first_step * lr / step.plan.scale(rank)
+        left, values, right = decompose(-eta * np.sign(numbers(step.told[f"gradient/{module}"])))
+        signs = np.sign(right[np.arange(len(right)), np.abs(right).argmax(axis=1)])[:rank]
+        core = np.diag(values[:rank])[None]
+        return {
+            module + LORA_A: signs[:, None] * right[:rank],
+            module + LORA_B: left[:, :rank] * signs,
+            module + LORA_CORE: core,
+        }

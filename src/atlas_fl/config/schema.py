@@ -144,10 +144,11 @@ class TrainingConfig:
     """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
     trainer: str = "atlas"
     """The training loop of the clients: `atlas`, or that of a plug-in, such as a stock `transformers.Trainer`."""
-    trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
+    trained_parts: Literal["all", "B", "core", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Parameters that a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds and A in
-    even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each (FedRep); or all
-    but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each (FedRep); the
+    square blocks between A and B alone (Fed-SB, RAVAN); or all but the head, which trains in the rounds of
+    `--personal-rounds` (FedBABU)."""
     multitask: bool = False
     """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False

@@ -23,6 +23,8 @@ from atlas_fl.params import (
     HEAD,
     LORA_A,
     LORA_B,
+    LORA_CORE,
+    LORA_SCALE,
     ByClient,
     Params,
     ServerState,
@@ -340,7 +342,7 @@ def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float
 def _kind_of(key: str) -> Kind:
     if key.startswith(HEAD):
         return "head"
-    return "adapter" if key.endswith((LORA_A, LORA_B)) else "weights"
+    return "adapter" if key.endswith((LORA_A, LORA_B, LORA_CORE, LORA_SCALE)) else "weights"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
@@ -37,16 +36,17 @@ from atlas_fl.params import (
 )
 from atlas_fl.rng import generator
 
-WHOLE, CHOSEN = "whole", "chosen"
-"""Where the server state has all modules, and by client and layer the places of those that it holds to train."""
+WHOLE, CHOSEN, DRAWS = "whole", "chosen", "draws"
+"""Where the server state has all modules, by client and layer the places of those that it trains, and how often they
+were drawn."""
 
 
-def draw_modules(own: Mapping[str, int], whole: Mapping[str, int], *, seed: int, round: int, client: str) -> Params:
-    """The places of the modules that a client trains in a round, ascending, by layer, in which there are so many.
+def draw_modules(own: Mapping[str, int], whole: Mapping[str, int], *, seed: int, draw: int, client: str) -> Params:
+    """The places of the modules that a client trains after a draw, ascending, by layer, in which there are so many.
 
     All layers follow one order of the places.
     """
-    order = generator(seed, "fedplora", round, client).permutation(max(whole.values(), default=0))
+    order = generator(seed, "fedplora", draw, client).permutation(max(whole.values(), default=0))
     return {
         layer: torch.from_numpy(np.sort([j for j in order.tolist() if j < whole[layer]][:rank]).astype(np.int64))
         for layer, rank in own.items()
@@ -68,37 +68,24 @@ class FedAvgByRankOne(WithFrozenPart):
         chosen = {
             name: {m: torch.arange(r) for m, r in ranks(params).items()} for name, params in client_models.items()
         }
-        return {WHOLE: whole, CHOSEN: chosen} if whole else {}
-
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
-        """Average every module over those that trained it; clients get the modules of the next round."""
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
-        if not updates or not server_state:
-            return done
-        whole = self._averages(server_state, updates, federation)
-        sizes = ranks(whole)
-        chosen = {
-            name: draw_modules(ranks(params), sizes, seed=self.options.seed, round=round + 1, client=name)
-            for name, params in client_models.items()
-        }
-        models = {name: {**done.client_models[name], **self._take(whole, chosen[name])} for name in client_models}
-        return replace(done, server_state={WHOLE: whole, CHOSEN: chosen}, client_models=models)
+        return {WHOLE: whole, CHOSEN: chosen, DRAWS: torch.tensor(0)}
 
     def complete(
         self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> Aggregated:
-        """The heads' step as it is: of adapters nothing is left over."""
-        del client_models, updates, federation
-        return done
+        """The average of every module over those that trained it; clients get the modules of the next round."""
+        if not updates or not done.server_state:
+            return done
+        whole, count = self._averages(done.server_state, updates, federation), done.server_state[DRAWS]
+        assert isinstance(count, Tensor), "draws are counted"
+        sizes, draw = ranks(whole), int(count) + 1
+        chosen = {
+            name: draw_modules(ranks(params), sizes, seed=self.options.seed, draw=draw, client=name)
+            for name, params in client_models.items()
+        }
+        models = {name: {**done.client_models[name], **self._take(whole, chosen[name])} for name in client_models}
+        state: ServerState = {WHOLE: whole, CHOSEN: chosen, DRAWS: torch.tensor(draw)}
+        return replace(done, server_state=state, client_models=models)
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """The modules that this client does not train."""

@@ -117,6 +117,13 @@ class Report(Protocol):
         """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
         ...
 
+    def gradient(self, client: str) -> Params:
+        """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).
+
+        No adapter is on the model, and the head is as the round begins.
+        """
+        ...
+
     def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
         """The models after the round's training on the first (0) or second (1) half of the examples."""
         ...
@@ -245,6 +252,10 @@ class Method(Part):
         return None
 
     # what the server makes of updates
+
+    def begin(self, client_models: ByClient) -> ByClient:
+        """The models that clients begin round one with, from those that were drawn or warmed up."""
+        return client_models
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""
