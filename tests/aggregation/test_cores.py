@@ -103,3 +103,14 @@ def test_ravan_begins_with_orthonormal_factors_for_everyone_and_a_head_of_nothin
     assert not one["q.lora_core"].any() and one["q.lora_scale"].tolist() == [1.0, 1.0]
     with pytest.raises(ConfigError, match=r"--ravan-heads is 3, and q has rank 4; allowed: a divisor .* --ranks 24"):
         find_method("fedavg_of_heads", ravan_heads=3).begin({"one": plain()})
+
+
+@pytest.mark.parametrize(("d_out", "d_in"), [(10, 12), (3, 12), (10, 3)])
+def test_factors_of_a_matrix_of_less_rank_go_on_orthonormal_beside_zeros(d_out, d_in) -> None:
+    """sign(G) of ones alone has rank 1 and the singular value sqrt(d_out d_in)."""
+    made = factors_of("q", torch.ones(d_out, d_in), RANK, eta=1.0)
+    assert made["q.lora_core"].diagonal(dim1=1, dim2=2)[0].tolist() == pytest.approx([(d_out * d_in) ** 0.5, 0, 0, 0])
+    torch.testing.assert_close(made["q.lora_B"] @ made["q.lora_core"][0] @ made["q.lora_A"], -torch.ones(d_out, d_in))
+    for basis, side in ((made["q.lora_A"].T, d_in), (made["q.lora_B"], d_out)):
+        wanted = torch.eye(RANK) * (torch.arange(RANK) < side)
+        torch.testing.assert_close(basis.T @ basis, wanted, atol=1e-5, rtol=0)

@@ -323,10 +323,21 @@ class Cores(Averaging):
         lr = settings.training.lr if settings.training.lr is not None else suggested_lr(settings.model.model)
         eta = settings.server.first_step * lr / step.plan.scale(rank)
         left, values, right = decompose(-eta * np.sign(numbers(step.told[f"gradient/{module}"])))
-        signs = np.sign(right[np.arange(len(right)), np.abs(right).argmax(axis=1)])[:rank]
-        core = np.diag(values[:rank])[None]
+        count = int((values[:rank] > 1e-6 * values[0]).sum())
+        signs = np.array([np.sign(row[np.abs(row) > np.abs(row).max() / 2][0]) for row in right[:count]])
+        core = np.zeros((1, rank, rank))
+        core[0, range(count), range(count)] = values[:count]
         return {
-            module + LORA_A: signs[:, None] * right[:rank],
-            module + LORA_B: left[:, :rank] * signs,
+            module + LORA_A: _completed(right[:count].T * signs, rank).T,
+            module + LORA_B: _completed(left[:, :count] * signs, rank),
             module + LORA_CORE: core,
         }
+
+
+def _completed(basis: np.ndarray, rank: int) -> np.ndarray:
+    """Gram-Schmidt: these columns, then unit vectors less what is in those before; zeros where none is left."""
+    columns = list(basis.T)
+    for unit in np.eye(len(basis))[: max(min(rank, len(basis)) - len(columns), 0)]:
+        rest = unit - sum((column @ unit) * column for column in columns)
+        columns.append(rest / np.linalg.norm(rest))
+    return np.pad(np.stack(columns, axis=1), ((0, 0), (0, rank - len(columns))))

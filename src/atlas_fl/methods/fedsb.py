@@ -101,15 +101,31 @@ def _no_blocks(params: Params) -> dict[str, Tensor]:
 
 
 def factors_of(module: str, gradient: Tensor, rank: int, *, eta: float) -> dict[str, Tensor]:
-    """B = U_r, A = V_r^T and R = S_r of -eta sign(G); the largest value of each row of A is positive."""
+    """B = U_r, A = V_r^T and R = S_r of -eta sign(G); the first large value of each row of A is positive.
+
+    Where the matrix has less than this rank, factors go on orthonormal, beside zeros in R.
+    """
     left, values, right = torch.linalg.svd(-eta * gradient.double().sign(), full_matrices=False)
-    left, values, right = left[:, :rank], values[:rank], right[:rank]
-    signs = right.gather(1, right.abs().argmax(1, keepdim=True))[:, 0].sign()
+    num_kept = int((values[:rank] > 1e-6 * values[0]).sum())
+    right = right[:num_kept]
+    # not the largest: many are equal but for rounding
+    large = right.abs() > 0.5 * right.abs().amax(1, keepdim=True)
+    signs = right.gather(1, large.int().argmax(1, keepdim=True))[:, 0].sign()
+    core = torch.zeros(1, rank, rank)
+    core[0, :num_kept, :num_kept] = values[:num_kept].diag()
     return {
-        module + LORA_A: (signs[:, None] * right).float().contiguous(),
-        module + LORA_B: (left * signs).float().contiguous(),
-        module + LORA_CORE: values.diag()[None].float(),
+        module + LORA_A: _completed((signs[:, None] * right).T, rank).T.contiguous(),
+        module + LORA_B: _completed(left[:, :num_kept] * signs, rank),
+        module + LORA_CORE: core,
     }
+
+
+def _completed(basis: Tensor, rank: int) -> Tensor:
+    """(d, rank): these orthonormal columns, then what is left of the unit vectors; zeros beyond d."""
+    d, num_kept = basis.shape
+    units = torch.eye(d, min(rank, d) - num_kept, dtype=basis.dtype)
+    columns, upper = torch.linalg.qr(torch.cat([basis, units], dim=1))
+    return torch.nn.functional.pad(columns * upper.diagonal().sign(), (0, max(rank - d, 0))).float().contiguous()
 
 
 FEDSB = PublishedMethod(
