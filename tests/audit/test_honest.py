@@ -45,7 +45,14 @@ HONEST = {
 
 
 CORES = ("fedavg_of_cores", "fedavg_of_heads")
-BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual", "fedavg_by_rank_one", *CORES)
+BY_FACTORS = (
+    "fedavg_dynamic",
+    "fedavg_stacked",
+    "fedavg_with_residual",
+    "fedavg_by_rank_one",
+    "fedavg_in_tree_and_outside",
+    *CORES,
+)
 """Rules of A and B, which validation says."""
 MEASURED = ("atlas", "kriging")
 MORE = {

@@ -27,7 +27,14 @@ D_IN, D_OUT = 14, 11
 ROUNDS = 3
 ALPHA = 0.1
 """Of FedDyn."""
-ONE_RANK = ("ifca", "fedavg_dynamic", "fedavg_with_residual", "fedavg_of_cores", "fedavg_of_heads")
+ONE_RANK = (
+    "ifca",
+    "fedavg_dynamic",
+    "fedavg_with_residual",
+    "fedavg_of_cores",
+    "fedavg_of_heads",
+    "fedavg_in_tree_and_outside",
+)
 """Strategies for which validation asks for one rank."""
 
 

@@ -179,7 +179,7 @@ def distance(one, other):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(parts(one), parts(other)))
 
 
-MAY_BE_ALONE = frozenset({"krum", "cfl", "ifca", "fedtreelora"})
+MAY_BE_ALONE = frozenset({"krum", "cfl", "ifca", "fedtreelora", "fedavg_in_tree_and_outside"})
 """Rules that leave some models as they are: Krum the one that it hands to everyone, the others whoever has no other of
 its task in a cluster that follows from updates or losses."""
 

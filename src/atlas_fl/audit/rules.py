@@ -10,7 +10,7 @@ from atlas_fl.audit.kriging import ByDirections, Kriging
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import ByRankOne, Cores, Dynamic, ExactAverage, ServerOptimizer
 from atlas_fl.audit.step import Formula
-from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree
+from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree, TreeWithOutside
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
@@ -47,6 +47,7 @@ RULES: Mapping[str, Formula] = {
     "cfl": Bipartition(),
     "ifca": Choice(),
     "fedtreelora": Tree(),
+    **dict.fromkeys(("fedavg_in_tree_and_outside", "fedtreelora_outside"), TreeWithOutside()),
     "kriging": Kriging(),
     "atlas": Kriging(within="clusters"),
 }
