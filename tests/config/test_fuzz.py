@@ -49,7 +49,7 @@ def outcome(make: Any) -> bool:
         validate(make())
     except AtlasError as error:
         assert "\n" not in str(error)
-        assert 10 < len(str(error)) < 900
+        assert 10 < len(str(error)) < 1400
         return False
     return True
 

@@ -88,7 +88,7 @@ class Condition:
 CLIENTS = {"one": 1, "two": 2, "four": 4, "late": 3}
 """Clients of a task; late: the second one comes before round two."""
 CONDITIONS = tuple(Condition(*one) for one in itertools.product(CLIENTS, (0.25, 0.5), (1, 2)))
-SOME = (0, 5, 10, 15, 3)
+SOME = (0, 5, 10, 15, 3, 12)
 """Places of conditions in which each of the clients, of the shares and of the numbers of tasks occurs."""
 
 
@@ -194,7 +194,7 @@ def faults_of(
 
 
 def some_cases(kind: str) -> Cases:
-    """Five methods of a kind, other ones of each kind, so that all occur, under as many conditions."""
+    """Six methods of a kind, other ones of each kind, so that all occur, under as many conditions."""
     place = list(KINDS).index(kind)
     methods = [EVERY[(place + len(KINDS) * step) % len(EVERY)] for step in range(len(SOME))]
     return [(method, CONDITIONS[one ^ place]) for method, one in zip(methods, SOME, strict=True)]

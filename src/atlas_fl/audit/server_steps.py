@@ -273,8 +273,8 @@ class ByRankOne(Averaging):
             draw = generator(run.settings.run.seed, "fedplora", int(new["draws"]), client)
             order = draw.permutation(max(sizes.values(), default=0)).tolist()
             for module, rank in ranks(step.before[client]).items():
-                places = sorted([j for j in order if j < sizes[module]][:rank])
-                new[f"chosen/{client}/{module}"] = np.array(places, np.float64)
+                drawn = sorted([j for j in order if j < sizes[module]][:rank])
+                new[f"chosen/{client}/{module}"] = np.array(drawn, np.float64)
         return new
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:

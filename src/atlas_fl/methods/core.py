@@ -1,4 +1,4 @@
-"""Square blocks between frozen factors, which alone train and are averaged: what Fed-SB and RAVAN have in common.
+"""Square blocks between frozen factors, which alone train and are averaged: Fed-SB and RAVAN.
 
     W = W0 + s sum_i s_i B_i H_i A_i              H_i (rank / heads, rank / heads) and s_i train, A and B are everyone's
 
