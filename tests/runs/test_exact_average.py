@@ -89,3 +89,28 @@ def test_modules_of_rank_one_go_to_clients_of_several_ranks_and_all_are_in_the_l
     ends = [load_file(folder / f"adapters/{name}/adapter_model.safetensors") for name in (client, ledger[0]["client"])]
     shapes = [{key: tensor.shape for key, tensor in end.items() if "lora_A" in key} for end in ends]
     assert shapes[0] == shapes[1], "everyone ends with all modules, whatever its rank"
+
+
+@pytest.mark.parametrize("method", ["fedsb", "ravan"])
+def test_blocks_alone_are_sent_once_there_are_factors_and_gradients_once(config, finished, method: str) -> None:
+    words = {"ravan_heads": 2} if method == "ravan" else {}
+    folder = finished(config(strategy=method, ranks="4", **words)).folder
+    passing_audit(folder, "mixed", "loaded")
+    ledger, start = rows(folder, "ledger"), load_file(folder / "audit/round-0002/start.safetensors")
+    client = next(iter(start)).partition("/")[0]
+    own = {key.removeprefix(f"{client}/"): tensor for key, tensor in start.items() if key.startswith(f"{client}/")}
+    blocks = {key: tensor for key, tensor in own.items() if key.endswith((".lora_core", ".lora_scale"))}
+    sent = {row["bytes"] for row in ledger if row["round"] == 2 and row["kind"] == "adapter"}
+    assert sent == {len(save(blocks))} and any(tensor.any() for tensor in blocks.values())
+    reported = [row["round"] for row in ledger if row["kind"] == "report"]
+    assert reported == ([1] * 4 if method == "fedsb" else [])
+
+
+def test_the_weight_of_everybody_outside_moves_in_its_range_and_stays_at_its_client(config, finished) -> None:
+    folder = finished(config(strategy="fedtreelora_outside", ranks="4", rounds=3, tree_threshold=0)).folder
+    passing_audit(folder, "server", "mixed", "loaded")
+    ledger = rows(folder, "ledger")
+    assert {row["round"] for row in ledger if row["kind"] == "frozen"} == {1, 2, 3}
+    weights = load_file(folder / "audit/round-0003/gate.safetensors")
+    assert weights and all(0 <= float(one) <= 1 for one in weights.values())
+    assert any(float(one) != 0.5 for one in weights.values())

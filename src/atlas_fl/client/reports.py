@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.registry import apply_layers
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, digest, lora_modules
 from atlas_fl.storage.ledger import Direction, Kind
+
+PLAIN_SGD = ("momentum", "weight_decay", "clip", "dropout", "warmup", "proximal_mu", "feature_alignment")
+"""Options of training that a step of plain SGD has none of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +99,13 @@ class PackReport:
         for module in lora_modules(job.params):
             a, b = job.params[module + LORA_A], job.params[module + LORA_B]
             params |= {module + LORA_A: torch.eye(a.shape[1]), module + LORA_B: torch.zeros(len(b), a.shape[1])}
-        kept = {name: getattr(train, name) for name in ("epochs", "max_steps", "batch_size", "prior_correction")}
-        options = TrainOptions(seed=train.seed, optimizer="sgd", lr=rate, clip=0.0, trained_parts="B", **kept)
+        plain: dict[str, Any] = {
+            **dict.fromkeys(PLAIN_SGD, 0.0),
+            "optimizer": "sgd",
+            "schedule": "constant",
+            "trained_parts": "B",
+        }
+        options = replace(train, **plain, lr=rate, nesterov=False, report="none", hash_loaded=False)
         (update,) = train_clients([Job(client=client, params=params, round=job.round, options=options)], self.site)
         self.steps[client] += int(update.metrics["steps"])
         scales = {module: rate * self.site.scale(len(params[module + LORA_A])) for module in lora_modules(params)}
