@@ -25,6 +25,7 @@ CORE_SETTINGS: Mapping[str, object] = {"space": "factors", "share": ("A", "B", "
 class FedAvgBetweenFactors(FedAvg):
     """The average of the blocks; the factors keep their bits."""
 
+    needs = "equal ranks"
     in_factors = True
     equal_ranks = True
     is_average = False

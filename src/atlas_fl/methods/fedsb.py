@@ -45,6 +45,7 @@ class FedAvgOfCores(FedAvgBetweenFactors):
 
     name = "fedavg_of_cores"
     steps_on = True
+    extra_passes = "passes over the training examples: those of round one again, for gradients"
     report = "weight_gradients"
     report_words = "in round one the gradient of the adapted layers' weights, as large as these"
 

@@ -43,8 +43,7 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
             a, b = params[module + LORA_A], params[module + LORA_B]
             if len(a) % heads:
                 raise ConfigError(
-                    f"--ravan-heads is {heads}, and {module} has rank {len(a)}; allowed: a divisor of the rank, such as"
-                    f" --ranks {8 * heads}"
+                    f"--ravan-heads is {heads}, and {module} has rank {len(a)}; allowed: a divisor of it, such as 1"
                 )
             draw = torch_generator(self.options.seed, "ravan", module)
             for end, like in ((LORA_A, a.T), (LORA_B, b)):
