@@ -57,6 +57,9 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
 LORA_GATE = ".lora_gate"
+LORA_CORE, LORA_SCALE = ".lora_core", ".lora_scale"
+"""Square blocks between frozen B and A, (heads, rank / heads, rank / heads), and the heads' factors, (heads,), of
+methods that train these alone (`methods.core`)."""
 PARTS = "head.parts."
 """Beginning of the names of a head's tensors that the stock model itself computes with (`models.stock`)."""
 BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.", PARTS)
@@ -96,7 +99,7 @@ def ranks(params: Params) -> dict[str, int]:
 
 def is_full_model(params: Params) -> bool:
     """Return whether these are whole weights: some are neither of an adapter nor of a head."""
-    parts = (LORA_A, LORA_B, LORA_GATE)
+    parts = (LORA_A, LORA_B, LORA_GATE, LORA_CORE, LORA_SCALE)
     return any(not key.startswith(HEAD) and not key.endswith(parts) and key != PRIVATE for key in params)
 
 

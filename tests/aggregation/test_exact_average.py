@@ -124,13 +124,13 @@ def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_p
             terms = [p * update_of(updates[client], module) for p, client in zip(shares / shares.sum(), there)]
             mean = torch.stack(terms).sum(0)
             for client, params in done.client_models.items():
-                frozen = WithFrozenPart.frozen_part(done.server_state)
+                frozen = WithFrozenPart().frozen_part(done.server_state)
                 got = update_of(frozen, module) + update_of(params, module)
                 torch.testing.assert_close(got, base[module] + mean, rtol=1e-5, atol=1e-5)
                 if name == "fedavg_stacked":
                     assert params[f"{module}.lora_A"] is models[client][f"{module}.lora_A"]
                     assert not params[f"{module}.lora_B"].any()
-            base[module] += update_of(WithFrozenPart.newest_part(done.server_state), module)
+            base[module] += update_of(WithFrozenPart().newest_part(done.server_state), module)
         state, models = done.server_state, dict(done.client_models)
 
 
@@ -149,7 +149,7 @@ def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
     for name in ("fedavg_stacked", "fedavg_with_residual"):
         done = find_method(name, space="factors").aggregate({}, updates, updates, fed, round=1)
         for module in MODULES:
-            frozen = WithFrozenPart.frozen_part(done.server_state)
+            frozen = WithFrozenPart().frozen_part(done.server_state)
             got = update_of(frozen, module) + update_of(done.client_models["one"], module)
             torch.testing.assert_close(got, update_of(whole, module), rtol=1e-4, atol=1e-4)
 
@@ -160,7 +160,7 @@ def test_stacks_take_clients_of_different_ranks_and_one_without_an_adapter_and_f
     for module in MODULES:
         mean = 0.5 * update_of(updates["one"], module) + 0.2 * update_of(updates["three"], module)
         torch.testing.assert_close(
-            update_of(WithFrozenPart.frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5
+            update_of(WithFrozenPart().frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5
         )
     with pytest.raises(ConfigError, match=r"fedavg_with_residual needs one rank, and .* differ; take one rank"):
         RULES["fedavg_with_residual"](StrategyOptions()).check(updates, fed)
@@ -171,5 +171,5 @@ def test_what_a_round_sends_has_the_rank_of_all_and_of_all_but_one() -> None:
     ranks = {}
     for name in ("fedavg_stacked", "fedavg_with_residual"):
         done = RULES[name](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
-        ranks[name] = len(WithFrozenPart.newest_part(done.server_state)["layer.0.q.lora_A"])
+        ranks[name] = len(WithFrozenPart().newest_part(done.server_state)["layer.0.q.lora_A"])
     assert ranks == {"fedavg_stacked": 9, "fedavg_with_residual": 6}

@@ -45,7 +45,11 @@ HONEST = {
 
 
 WITH_STATE = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
-BY_FACTORS = (*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated")
+CORES = ("fedavg_of_cores", "fedavg_of_heads")
+BY_FACTORS = (
+    *(*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated", "fedavg_by_rank_one", "fedavg_in_tree_and_outside"),
+    *CORES,
+)
 """Rules of A and B, which validation says."""
 BY_PRODUCTS = ("fedavg_by_rank", "fedavg_with_rest")
 """Rules of products alone, which validation says."""
@@ -78,7 +82,7 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
     assert report.ok, report.failures[:3]
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}
     # without adapters there is nothing that a tree could be made from
-    has_state = strategy in STATEFUL and (strategy, words) != ("fedtreelora", "head")
+    has_state = strategy in STATEFUL and strategy not in CORES and (strategy, words) != ("fedtreelora", "head")
     remembers = ({"server"} if has_state else set()) | ({"corrected"} if is_dynamic else set())
     assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"} | bounded | remembers
     assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)

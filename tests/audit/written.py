@@ -12,7 +12,6 @@ from atlas_fl.config import Config, MixingConfig, TrainingConfig, to_toml
 from atlas_fl.config.schema import RanksConfig, RobustConfig, server_config
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.feddyn import dynamic_corrections
-from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -31,6 +30,7 @@ ALPHA = 0.1
 ONE_RANK = (
     *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated"),
     *("fedavg_with_residual", "fedavg_with_rest"),
+    *("fedavg_of_cores", "fedavg_of_heads", "fedavg_in_tree_and_outside"),
 )
 """Strategies for which validation asks for one rank."""
 
@@ -183,7 +183,7 @@ def write_run(
         asked, refused = who(round)
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
-        held = {client: with_frozen(start[client], WithFrozenPart.frozen_part(state)) for client in good}
+        held = {client: with_frozen(start[client], strategy.frozen_part(state, client)) for client in good}
         loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         state = strategy.record_reports(state, reported(strategy, state, good, round=round))

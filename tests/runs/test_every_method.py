@@ -91,7 +91,7 @@ class Condition:
 CLIENTS = {"one": 1, "two": 2, "four": 4, "late": 3}
 """Clients of a task; late: the second one comes before round two."""
 CONDITIONS = tuple(Condition(*one) for one in itertools.product(CLIENTS, (0.25, 0.5), (1, 2)))
-SOME = (0, 5, 10, 15, 3, 9)
+SOME = (0, 5, 10, 15, 3, 9, 12)
 """Places of conditions in which each of the clients, of the shares and of the numbers of tasks occurs."""
 
 

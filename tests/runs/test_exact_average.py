@@ -1,4 +1,4 @@
-"""Runs whose clients hold a frozen part beside their adapters: FLoRA and FedEx-LoRA."""
+"""Runs whose clients hold a frozen part beside their adapters: FLoRA, FedEx-LoRA and Fed-PLoRA."""
 
 from pathlib import Path
 
@@ -76,3 +76,41 @@ def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: Make) -> None:
     assert whole, "somebody had missed a round"
     reached = {row["client"] for row in sent}
     assert len(reached) == len({row["client"] for row in rows(folder, "ledger") if row["direction"] == "up"} | reached)
+
+
+def test_modules_of_rank_one_go_to_clients_of_several_ranks_and_all_are_in_the_ledger(config, finished) -> None:
+    numbers = "memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60"
+    devices = tuple(f"{name}={numbers},max_rank={rank}" for name, rank in (("low", 2), ("high", 8)))
+    folder = finished(config(strategy="fedplora", devices=("low", "high"), device=devices)).folder
+    passing_audit(folder, "server", "mixed", "loaded")
+    ledger = rows(folder, "ledger")
+    assert {("adapter", "up"), ("adapter", "down"), ("frozen", "down")} <= {(r["kind"], r["direction"]) for r in ledger}
+    client = ledger[-1]["client"]
+    ends = [load_file(folder / f"adapters/{name}/adapter_model.safetensors") for name in (client, ledger[0]["client"])]
+    shapes = [{key: tensor.shape for key, tensor in end.items() if "lora_A" in key} for end in ends]
+    assert shapes[0] == shapes[1], "everyone ends with all modules, whatever its rank"
+
+
+@pytest.mark.parametrize("method", ["fedsb", "ravan"])
+def test_blocks_alone_are_sent_once_there_are_factors_and_gradients_once(config, finished, method: str) -> None:
+    words = {"ravan_heads": 2} if method == "ravan" else {}
+    folder = finished(config(strategy=method, ranks="4", **words)).folder
+    passing_audit(folder, "mixed", "loaded")
+    ledger, start = rows(folder, "ledger"), load_file(folder / "audit/round-0002/start.safetensors")
+    client = next(iter(start)).partition("/")[0]
+    own = {key.removeprefix(f"{client}/"): tensor for key, tensor in start.items() if key.startswith(f"{client}/")}
+    blocks = {key: tensor for key, tensor in own.items() if key.endswith((".lora_core", ".lora_scale"))}
+    sent = {row["bytes"] for row in ledger if row["round"] == 2 and row["kind"] == "adapter"}
+    assert sent == {len(save(blocks))} and any(tensor.any() for tensor in blocks.values())
+    reported = [row["round"] for row in ledger if row["kind"] == "report"]
+    assert reported == ([1] * 4 if method == "fedsb" else [])
+
+
+def test_the_weight_of_everybody_outside_moves_in_its_range_and_stays_at_its_client(config, finished) -> None:
+    folder = finished(config(strategy="fedtreelora_outside", ranks="4", rounds=3, tree_threshold=0)).folder
+    passing_audit(folder, "server", "mixed", "loaded")
+    ledger = rows(folder, "ledger")
+    assert {row["round"] for row in ledger if row["kind"] == "frozen"} == {1, 2, 3}
+    weights = load_file(folder / "audit/round-0003/gate.safetensors")
+    assert weights and all(0 <= float(one) <= 1 for one in weights.values())
+    assert any(float(one) != 0.5 for one in weights.values())

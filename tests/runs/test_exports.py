@@ -54,8 +54,9 @@ MULTILABEL: Mapping[str, str] = {"tags": "text=text,label=tags,multi=;"}
 """Apart, since class frequencies do not go with it."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "fedavg_dynamic": {"proximal_mu": 0.1, "space": "factors"},
-    **{name: {"space": "factors"} for name in ("fedavg_stacked", "fedavg_with_residual")},
+    **{name: {"space": "factors"} for name in ("fedavg_stacked", "fedavg_with_residual", "fedavg_by_rank_one")},
     "kriging": {"measure_round": 1},
+    "ravan": {"ravan_heads": 2},
     "hsplitlora": {"ranks": "budget"},
     **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
 }

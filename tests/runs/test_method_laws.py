@@ -27,6 +27,7 @@ NOT_LOCAL_ALONE = {
     "fedlease": "clients begin with the adapters of the warm-up that clusters them",
     "fedpac": "features are pulled to the means of the client's own classes",
     **dict.fromkeys(("ditto", "feddpa"), "scores are of a second model, pulled to the first or stacked on it"),
+    **dict.fromkeys(("fedsb", "ravan"), "what trains stands between factors that local training does not have"),
     **dict.fromkeys(("fedalt", "fedalt_fixed"), "the adapter stands beside a frozen one, of nobody else"),
 }
 """Methods that are something else than local training where a client is alone, each with its reason."""
@@ -60,7 +61,7 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     row, alone = METHODS[method], {"clients_per_task": 1, "tasks": "movie"}
     words = {**words_of(method), **alone}
     trains = {**row.settings, **row.suggested, **words}
-    own = {name: trains[name] for name in OF_CLIENTS if name in trains}
+    own = {name: trains[name] for name in OF_CLIENTS if trains.get(name, "core") != "core"}
     # factors that do not train are not to be drawn anew by product space
     kept = {name: row.settings[name] for name in ("space", "split", "importance") if name in row.settings}
     local = {**SMALL, **alone, **own, **kept, "ranks": words["ranks"], "strategy": "local", "name": "local"}

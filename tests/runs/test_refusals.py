@@ -15,7 +15,7 @@ FACTORS: Mapping[str, Any] = {"space": "factors", "ranks": "4"}
 STACKED: Mapping[str, Any] = {"strategy": "fedavg_stacked"}
 DYNAMIC: Mapping[str, Any] = {"strategy": "fedavg_dynamic"}
 FLORA: Rows = (
-    (STACKED, "^--strategy fedavg_stacked takes products apart .* --space factors"),
+    (STACKED, "^--strategy fedavg_stacked holds factors frozen .* --space factors"),
     ({**STACKED, "space": "factors", "share": ("A", "head")}, "^--strategy fedavg_stacked .* --share with A and B"),
     ({"workers": 2}, "^--strategy flora has a second set of tensors beside the model"),
     ({"split": "movie-0=1"}, "^--strategy flora and --split movie-0=1 do not go together"),

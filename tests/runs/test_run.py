@@ -165,6 +165,10 @@ def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns,
 
 NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_dynamic": {"space": "factors", "ranks": "4", "proximal_mu": 0.1},
+    "fedavg_by_rank_one": {"space": "factors"},
+    "fedavg_in_tree_and_outside": {"space": "factors", "ranks": "4", "tree_threshold": 0},
+    "fedavg_of_cores": {"space": "factors", "ranks": "4", "trained_parts": "core"},
+    "fedavg_of_heads": {"space": "factors", "ranks": "4", "trained_parts": "core"},
     "fedavg_stacked": {"space": "factors"},
     "fedavg_with_residual": {"space": "factors", "ranks": "4"},
     "ifca": {"ranks": "4"},

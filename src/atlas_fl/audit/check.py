@@ -10,7 +10,6 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
@@ -196,7 +195,8 @@ class RunCheck:
         run, formula = self.run, formula_of(self.run, round)
         plan, trained = run.plan(record.plan), run.models(round, "trained")
         yield AuditRow("record", "", "; ".join(_record_faults(run, round, plan, record, held, trained, after)))
-        yield from _loaded(plan, record, held, self.formula.frozen(state) if self.formula.frozen else {})
+        frozen = {client: self.formula.frozen(plan, state, client) for client in held} if self.formula.frozen else {}
+        yield from _loaded(plan, record, held, frozen)
         yield from check_sent(run, round, plan, record, state)
         yield from check_kept(run, round, plan, record)
         present = {client: trained[client] for client in record.accepted_clients if client in trained}
@@ -308,14 +308,14 @@ def _record_faults(
         yield f"{unplanned} are not in the plan"
 
 
-def _loaded(plan: AuditPlan, record: AuditRecord, held: Models, frozen: Mapping[str, Tensor]) -> Iterator[AuditRow]:
+def _loaded(plan: AuditPlan, record: AuditRecord, held: Models, frozen: Models) -> Iterator[AuditRow]:
     """A row for each client that trained: what it says that it loaded is what the server sent."""
     for client in plan.clients:
         if client not in record.loaded and client not in record.accepted_clients:
             continue
         fault = "nothing was sent to it"
         if client in held:
-            sent = with_frozen(held[client], frozen)
+            sent = with_frozen(held[client], frozen.get(client, {}))
             wanted, loaded = (digest(sent), len(sent)), record.loaded.get(client, ("nothing", 0))
             is_same = wanted == loaded
             words = (f"{num} tensors of {sha256[:12]}" for sha256, num in (loaded, wanted))

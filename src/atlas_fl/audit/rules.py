@@ -10,6 +10,8 @@ from atlas_fl.audit.kriging import ByDirections, FromHalves
 from atlas_fl.audit.mean_estimation import by_james_stein, by_multi_task_averaging, by_similarity_tests
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import (
+    ByRankOne,
+    Cores,
     Dynamic,
     ExactAverage,
     Merge,
@@ -21,7 +23,7 @@ from atlas_fl.audit.server_steps import (
     by_sign,
 )
 from atlas_fl.audit.step import Formula
-from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree
+from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree, TreeWithOutside
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
@@ -49,6 +51,8 @@ RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
     **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
     **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
+    **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), ByRankOne()),
+    **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), Cores()),
     "median": Mean(within="settings", shares=averages.alike, reduction=averages.median),
     "trimmed_mean": Mean(within="settings", shares=averages.alike, reduction=averages.trimmed_mean),
     "krum": Mean(within="settings", shares=averages.by_krum),
@@ -69,6 +73,7 @@ RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("mta", "mta_minimax", "empirical_bayes"), MULTI_TASK),
     "james_stein": FromHalves(within="all", predict=by_james_stein),
     "stb": FromHalves(within="all", predict=by_similarity_tests),
+    **dict.fromkeys(("fedavg_in_tree_and_outside", "fedtreelora_outside"), TreeWithOutside()),
 }
 
 

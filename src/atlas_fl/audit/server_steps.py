@@ -9,8 +9,11 @@
     FLoRA               newest = sum_k w_k s_k B_k A_k                 adapters: A as it was sent, B = 0
     FedEx-LoRA          newest = sum_k w_k s B_k A_k - s Bbar Abar     adapters: Abar, Bbar
     FedMomentum         newest = U[:, r:] S[r:] V^T[r:] of the sum     adapters: U[:, :r] S[:r] V^T[:r]
+    Fed-SB, RAVAN       means of R, or of all s_i H_i; Fed-SB's factors by the singular vectors of sign(G)
+    Fed-PLoRA           row j of A, column j of s B: the mean over the clients that trained module j
 
-Of the last three the frozen part is that of before and the newest. Which factors the server has taken is left to it.
+Of FLoRA, FedEx-LoRA and FedMomentum the frozen part is that of before and the newest. Which factors the server has
+taken is left to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +26,12 @@ from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging, Mean
 from atlas_fl.audit.dense import arrays, decompose, is_compared, is_mixed, numbers, update
-from atlas_fl.audit.run_files import Flat, Run
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules
-from atlas_fl.rng import torch_generator
+from atlas_fl.models.registry import suggested_lr
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_SCALE, lora_modules, ranks
+from atlas_fl.rng import generator, torch_generator
 
 Moved = tuple[np.ndarray, float, dict[str, np.ndarray]]
 """The next value, the size of what went in, and the moments by path."""
@@ -307,8 +311,9 @@ class ExactAverage(Averaging):
         there = step.there(members)
         return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
 
-    def frozen(self, state: Flat) -> dict[str, Tensor]:
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
+        del plan, client
         return {
             path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
         }
@@ -353,3 +358,131 @@ def _dense(step: Step, state: Flat) -> dict[str, np.ndarray]:
         else np.zeros(())
         for module in sorted(modules)
     }
+
+
+class ByRankOne(Averaging):
+    """Fed-PLoRA: modules of rank one, each the mean over who trained it, and those that each client trains next."""
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """The modules of the largest rank, of which each client trains the first."""
+        del run
+        state: dict[str, np.ndarray] = {"draws": np.array(0.0)}
+        for client, params in models.items():
+            for module in lora_modules(params):
+                rank, path = len(params[module + LORA_A]), f"whole/{module}"
+                state[f"chosen/{client}/{module}"] = np.arange(rank, dtype=np.float64)
+                if path + LORA_A not in state or rank > len(state[path + LORA_A]):
+                    state |= {path + end: numbers(params[module + end]) for end in (LORA_A, LORA_B)}
+        return state
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The modules that client k trains next, or the mean of heads."""
+        if not key.endswith((LORA_A, LORA_B)):
+            there = step.there(step.mates(k, key))
+            return (
+                weighted(step.shares(there), [step.value(step.trained, one, key) for one in there]) if there else None
+            )
+        if not any(step.present):
+            return None
+        state, module = step.once("expected", lambda: self.expected(step)), key[: -len(LORA_A)]
+        places = state[f"chosen/{step.plan.clients[k]}/{module}"].astype(int)
+        whole = state[f"whole/{key}"]
+        if key.endswith(LORA_A):
+            return whole[places], float(np.linalg.norm(whole))
+        factor = step.plan.scale(whole.shape[1]) / step.plan.scale(len(places)) if len(places) else 1.0
+        return factor * whole[:, places], float(np.linalg.norm(whole))
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """All modules after the round, and the places of those that each client trains next."""
+        state, run = arrays(step.state), step.run
+        if not any(step.present) or step.is_undone:
+            return state
+        modules = lora_modules(step.before[step.plan.clients[0]])
+        new = {**{path: value.copy() for path, value in state.items()}, "draws": state["draws"] + 1}
+        for module in modules:
+            a, b = (new[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
+            for j in range(len(a)):
+                places = {k: list(state[f"chosen/{step.plan.clients[k]}/{module}"]) for k in range(step.num_clients)}
+                own = {k: places[k].index(j) for k in step.there(range(step.num_clients)) if j in places[k]}
+                if own:
+                    models = [step.trained[step.plan.clients[k]] for k in own]
+                    ways = [[numbers(params[module + end]) for end in (LORA_A, LORA_B)] for params in models]
+                    rows = [wide[place] for (wide, _), place in zip(ways, own.values(), strict=True)]
+                    columns = [
+                        step.plan.scale(len(wide)) / step.plan.scale(len(a)) * tall[:, place]
+                        for (wide, tall), place in zip(ways, own.values(), strict=True)
+                    ]
+                    a[j], b[:, j] = (weighted(step.shares(list(own)), values)[0] for values in (rows, columns))
+        sizes = {module: len(new[f"whole/{module}{LORA_A}"]) for module in modules}
+        for client in step.plan.clients:
+            draw = generator(run.settings.run.seed, "fedplora", int(new["draws"]), client)
+            order = draw.permutation(max(sizes.values(), default=0)).tolist()
+            for module, rank in ranks(step.before[client]).items():
+                drawn = sorted([j for j in order if j < sizes[module]][:rank])
+                new[f"chosen/{client}/{module}"] = np.array(drawn, np.float64)
+        return new
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """The modules that the client does not train, as an adapter of their number."""
+        part: dict[str, Tensor] = {}
+        for path in (path for path in state if path.startswith(f"chosen/{client}/")):
+            module = path.removeprefix(f"chosen/{client}/")
+            a, b = (state[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
+            others = [j for j in range(len(a)) if j not in state[path].tolist()]
+            if others:
+                part[module + LORA_A] = a[others]
+                part[module + LORA_B] = plan.scale(len(a)) / plan.scale(len(others)) * b[:, others]
+        return part
+
+
+class Cores(Averaging):
+    """Fed-SB and RAVAN: means of the blocks, each times its factor; after a report, factors of the sum of gradients."""
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The next value of this tensor of client k."""
+        there = step.there(step.mates(k, key))
+        if not there:
+            return None
+        module = key.rpartition(".")[0]
+        if f"gradient/{module}" in step.told and f"gradient/{module}" not in step.state:
+            value = step.once(
+                ("factors", module),
+                lambda: self._factors(step, module, len(step.before[step.plan.clients[k]][f"{module}{LORA_A}"])),
+            )[key]
+            return value, float(np.linalg.norm(value))
+        if key.endswith(LORA_SCALE):
+            return np.ones(len(step.trained[step.plan.clients[k]][key])), 1.0
+        values = [step.value(step.trained, one, key) for one in there]
+        if key.endswith(LORA_CORE) and module + LORA_SCALE in step.trained[step.plan.clients[k]]:
+            scales = [step.value(step.trained, one, module + LORA_SCALE) for one in there]
+            values = [scale[:, None, None] * value for scale, value in zip(scales, values, strict=True)]
+        return weighted(step.shares(there), values)
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The sum of the gradients, as it was recorded: only the factors by it are computed again."""
+        return arrays(step.told)
+
+    def _factors(self, step: Step, module: str, rank: int) -> dict[str, np.ndarray]:
+        """Fed-SB's A, B and R of a module."""
+        settings = step.run.settings
+        lr = settings.training.lr if settings.training.lr is not None else suggested_lr(settings.model.model)
+        eta = settings.server.first_step * lr / step.plan.scale(rank)
+        left, values, right = decompose(-eta * np.sign(numbers(step.told[f"gradient/{module}"])))
+        count = int((values[:rank] > 1e-6 * values[0]).sum())
+        signs = np.array([np.sign(row[np.abs(row) > np.abs(row).max() / 2][0]) for row in right[:count]])
+        core = np.zeros((1, rank, rank))
+        core[0, range(count), range(count)] = values[:count]
+        return {
+            module + LORA_A: _completed(right[:count].T * signs, rank).T,
+            module + LORA_B: _completed(left[:, :count] * signs, rank),
+            module + LORA_CORE: core,
+        }
+
+
+def _completed(basis: np.ndarray, rank: int) -> np.ndarray:
+    """Gram-Schmidt: these columns, then unit vectors less what is in those before; zeros where none is left."""
+    columns = list(basis.T)
+    for unit in np.eye(len(basis))[: max(min(rank, len(basis)) - len(columns), 0)]:
+        rest = unit - sum((column @ unit) * column for column in columns)
+        columns.append(rest / np.linalg.norm(rest))
+    return np.pad(np.stack(columns, axis=1), ((0, 0), (0, rank - len(columns))))

@@ -128,8 +128,8 @@ class Formula:
     """(client, fault) of the models that clients chose to begin the round with."""
     initial: Callable[[Run, Models], dict[str, np.ndarray]] | None = None
     """Entries of the state by the models that clients begin with."""
-    frozen: Callable[[Flat], dict[str, Tensor]] | None = None
-    """Part of a server state that every client holds frozen, by parameter."""
+    frozen: Callable[[AuditPlan, Flat, str], dict[str, Tensor]] | None = None
+    """Part of a server state that this client holds frozen, by parameter."""
     correction: Callable[[Run, str, Values], Values] | None = None
     """Correction of a client's gradients that it is to be sent, by the state before the round."""
 

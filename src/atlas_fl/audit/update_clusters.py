@@ -13,8 +13,9 @@ from torch import Tensor
 from atlas_fl.audit.averages import Averaging, Mean
 from atlas_fl.audit.dense import arrays, cosines, same_tensors
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
+from atlas_fl.audit.server_steps import weighted
 from atlas_fl.audit.step import Step
-from atlas_fl.params import HEAD
+from atlas_fl.params import HEAD, LORA_A, LORA_B
 
 
 class ByUpdates(Averaging):
@@ -34,7 +35,7 @@ def labels_in(state: Mapping[str, np.ndarray | Tensor], plan: AuditPlan, layer: 
     """
     prefix = "clusters/"
     if any(path.startswith("cuts/") for path in state):
-        last = max(int(path.split("/")[1]) for path in state)
+        last = max(int(path.split("/")[1]) for path in state if path.startswith("cuts/"))
         prefix = f"cuts/{last if layer is None else layer}/"
     return [int(state.get(prefix + client, 0)) for client in plan.clients]
 
@@ -100,6 +101,31 @@ class Tree(ByUpdates):
             for layer, cut in zip(by_layer, cuts, strict=True)
             for name, label in zip(plan.clients, cut, strict=True)
         }
+
+
+class TreeWithOutside(Tree):
+    """FedTreeLoRA whose clients hold the mean of everybody outside their cluster frozen."""
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The clusters by layer, and the adapters of everybody outside."""
+        state = super().expected(step)
+        if step.is_undone or not any(step.present):
+            return arrays(step.state)
+        result = {path: label for path, label in state.items() if path.startswith("cuts/")}
+        for k, client in enumerate(step.plan.clients if result else ()):
+            for key in (key for key in step.before[client] if key.endswith((LORA_A, LORA_B))):
+                labels = labels_in(state, step.plan, step.plan.layer(key))
+                others = [one for one in step.there(range(step.num_clients)) if labels[one] != labels[k]]
+                if others:
+                    values = [step.value(step.trained, one, key) for one in others]
+                    result[f"outside/{client}/{key}"] = weighted(step.shares(others), values)[0]
+        return result
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """The adapter of everybody outside."""
+        del plan
+        start = f"outside/{client}/"
+        return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
 
 
 def _cuts(distances: Sequence[np.ndarray], *, step: int, threshold: float) -> list[list[int]]:

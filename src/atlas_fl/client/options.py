@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Split, is_last_layer
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_SCALE, Split, is_last_layer
 
 TrainedParts: TypeAlias = Literal[
-    "all", "B", "head", "alternate", "head_then_rest", "last_layer_then_rest", "without_head"
+    "all", "B", "core", "head", "alternate", "head_then_rest", "last_layer_then_rest", "without_head"
 ]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
@@ -89,13 +89,16 @@ class TrainOptions:
         """Return whether the parameter of this name trains in this round (from 1; 0 before round one).
 
         `B` is FFA-LoRA (Sun et al. 2024, arXiv:2403.12313), `alternate` RoLoRA (Chen et al. 2025, arXiv:2502.01755),
-        `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042), `head` a linear probe.
+        `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042), `head` a linear probe, `core` Fed-SB and RAVAN
+        (`methods.core`).
 
         >>> TrainOptions(seed=0, trained_parts="alternate").trains("q.lora_A", round=2)
         True
         """
         if self.is_personal(round):
             return True
+        if self.trained_parts == "core":
+            return name.startswith(HEAD) or name.endswith((LORA_CORE, LORA_SCALE))
         if self.trained_parts == "alternate":
             return not name.endswith(LORA_B if round % 2 == 0 else LORA_A)
         if self.trained_parts in ("head", "without_head"):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,11 @@ from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.registry import apply_layers
-from atlas_fl.params import Params, digest
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, digest, lora_modules
 from atlas_fl.storage.ledger import Direction, Kind
+
+PLAIN_SGD = ("momentum", "weight_decay", "clip", "dropout", "warmup", "proximal_mu", "feature_alignment")
+"""Options of training that a step of plain SGD has none of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,30 @@ class PackReport:
                 features = features_without_cut(row, site.backbone, body_of([params], site))
                 parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
         return torch.cat(parts), data.labels[order], held.task.num_labels
+
+    def gradient(self, client: str) -> Params:
+        """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).
+
+        With A = I the gradient at B is s times that at the weight. Steps of SGD of a rate under which nothing moves
+        that float32 could tell add them up, from B = 0.
+        """
+        job, rate = self._by_client[client], 1e-8
+        train: TrainOptions = job.options
+        params = {key: tensor for key, tensor in job.params.items() if key.startswith(HEAD)}
+        for module in lora_modules(job.params):
+            a, b = job.params[module + LORA_A], job.params[module + LORA_B]
+            params |= {module + LORA_A: torch.eye(a.shape[1]), module + LORA_B: torch.zeros(len(b), a.shape[1])}
+        plain: dict[str, Any] = {
+            **dict.fromkeys(PLAIN_SGD, 0.0),
+            "optimizer": "sgd",
+            "schedule": "constant",
+            "trained_parts": "B",
+        }
+        options = replace(train, **plain, lr=rate, nesterov=False, report="none", hash_loaded=False)
+        (update,) = train_clients([Job(client=client, params=params, round=job.round, options=options)], self.site)
+        self.steps[client] += int(update.metrics["steps"])
+        scales = {module: rate * self.site.scale(len(params[module + LORA_A])) for module in lora_modules(params)}
+        return {module: -update.params[module + LORA_B] / scale for module, scale in scales.items()}
 
     def train_half(self, half: int) -> Mapping[str, Params]:
         """The models after the round's steps on one half of the examples, of which nothing but the model is told."""

@@ -74,6 +74,7 @@ RULE = "rule"
 FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     RULE: ("--strategy", rule_of),
     "communicates": ("--strategy", lambda config: method_class(config).communicates),
+    "holds_frozen": ("--strategy", lambda config: method_class(config).holds_frozen),
     "takes_newcomers": ("--strategy", lambda config: method_class(config).takes_newcomers),
     "reads_classes": ("--strategy", lambda config: method_class(config).needs_classes),
     "takes_reports": ("--strategy", _takes_reports),
@@ -93,6 +94,7 @@ NAMED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms", HALVES), bool
     ),
+    "that holds factors frozen": bool,
     **dict.fromkeys(("that shares nothing", "that takes no late clients", "without clusters"), lambda value: not value),
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},

@@ -144,10 +144,11 @@ class TrainingConfig:
     """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
     trainer: str = "atlas"
     """The training loop of the clients: `atlas`, or that of a plug-in, such as a stock `transformers.Trainer`."""
-    trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
+    trained_parts: Literal["all", "B", "core", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Parameters that a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds and A in
-    even ones (RoLoRA); in each round first the head alone, then the rest alone (`--head-epochs`); or all but the head,
-    which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    even ones (RoLoRA); in each round first the head alone, then the rest alone (`--head-epochs`); the square blocks
+    between A and B alone (Fed-SB, RAVAN); or all but the head, which trains in the rounds of `--personal-rounds`
+    (FedBABU)."""
     head_epochs: Annotated[
         int, Range(least=0, at_site=10**3), Tried("fedrep", values=(10, 1, 3, 5)), Tried("fedpac", values=(1, 3, 5, 10))
     ] = 0

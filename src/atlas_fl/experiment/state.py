@@ -23,6 +23,8 @@ from atlas_fl.params import (
     HEAD,
     LORA_A,
     LORA_B,
+    LORA_CORE,
+    LORA_SCALE,
     ByClient,
     Params,
     ServerState,
@@ -271,17 +273,17 @@ class RoundRecord:
         updated = [name for name in self.sampled if name in outdated and name not in self.missing]
         for name in updated:
             yield from self._model_rows(name, "down", self.before.client_models[name], share)
-            yield from self._frozen_rows(name, self.method.frozen_part(self.before.server_state))
+            yield from self._frozen_rows(name, self.method.frozen_part(self.before.server_state, name))
         for name, update in self.received.updates.items():
             if self.aggregated or update.travelled:
                 trained = {key: tensor for key, tensor in update.params.items() if key not in self.unsent_up}
                 yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
-        newest = self.method.newest_part(after) if self.state_changed else {}
         for name in self._receivers() if self.aggregated else ():
             model, is_outdated = self.client_models[name], name in outdated and name not in updated
             yield from self._model_rows(name, "down", model if is_outdated else self._sent_part(model), share)
-            yield from self._frozen_rows(name, self.method.frozen_part(after) if is_outdated else newest)
+            part_of = self.method.frozen_part if is_outdated else self.method.newest_part
+            yield from self._frozen_rows(name, part_of(after, name) if is_outdated or self.state_changed else {})
 
     def _sent_part(self, params: Params) -> Params:
         """Part of a model that is sent to or from who held its client's model when the round began."""
@@ -343,7 +345,7 @@ def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float
 def _kind_of(key: str) -> Kind:
     if key.startswith(HEAD):
         return "head"
-    return "adapter" if key.endswith((LORA_A, LORA_B)) else "weights"
+    return "adapter" if key.endswith((LORA_A, LORA_B, LORA_CORE, LORA_SCALE)) else "weights"
 
 
 @dataclass(frozen=True, kw_only=True)

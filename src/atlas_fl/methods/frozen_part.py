@@ -7,9 +7,11 @@ adds is sent; who has missed some is sent the whole. Heads are averaged inside t
 what it trained.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter, stack_products, to_adapter
@@ -18,7 +20,18 @@ from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart
 from atlas_fl.methods.second_model import SecondModel, stack
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, lora_modules, subtree, tensors
+from atlas_fl.params import (
+    LORA_A,
+    LORA_B,
+    LORA_GATE,
+    ByClient,
+    Params,
+    ServerState,
+    TreesByClient,
+    lora_modules,
+    subtree,
+    tensors,
+)
 
 RESIDUAL, NEWEST = "residual", "newest"
 """Where the server state has what everyone holds frozen, and what of it the newest round has added."""
@@ -30,9 +43,20 @@ class FrozenCompanion(SecondModel):
     kind = "frozen"
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
-        """The adapter stacked on the frozen part, both with all of their weight."""
-        del gate
+        """The adapter stacked on the frozen part, both with all of their weight, or by a number w of each layer.
+
+        Then the adapter has w and the frozen part 1 - w.
+        """
+        for key, weight in gate.items():
+            b = key.removesuffix(LORA_GATE) + LORA_B
+            own, shared = {**own, b: weight * own[b]}, {**shared, b: (1 - weight) * shared[b]}
         return stack(own, shared, weights=(1.0, 1.0), scale=self.options.scale)
+
+    def after_step(self, leaves: Mapping[str, Tensor]) -> None:
+        """Keep the weights of layers in [0, 1]."""
+        with torch.no_grad():
+            for weight in (leaf for key, leaf in leaves.items() if key.endswith(LORA_GATE)):
+                weight.clamp_(0.0, 1.0)
 
 
 class WithFrozenPart(FedAvg):
@@ -53,16 +77,17 @@ class WithFrozenPart(FedAvg):
 
     def send(self, round: RoundStart) -> TreesByClient:
         """The frozen part."""
-        frozen = self.frozen_part(round.server_state)
-        return {"companion": dict.fromkeys(round.clients, frozen)} if frozen else {}
+        frozen = {name: self.frozen_part(round.server_state, name) for name in round.clients}
+        return {"companion": frozen} if any(frozen.values()) else {}
 
     def predict(self, round: RoundStart) -> ByClient:
         """Every model stacked on the frozen part."""
-        frozen = self.frozen_part(round.server_state)
-        if not frozen:
-            return round.client_models
-        companion = FrozenCompanion(self.options)
-        return {name: companion.combine(params, frozen, {}) for name, params in round.client_models.items()}
+        companion, gate = FrozenCompanion(self.options), self.keep(round).get("gate", {})
+        frozen = {name: self.frozen_part(round.server_state, name) for name in round.client_models}
+        return {
+            name: companion.combine(params, frozen[name], gate.get(name, {})) if frozen[name] else params
+            for name, params in round.client_models.items()
+        }
 
     def complete(
         self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
@@ -94,12 +119,12 @@ class WithFrozenPart(FedAvg):
         b = [updates[client][module + LORA_B] for client in clients]
         return self.new_factors(a, b, [weights[client] for client in clients])
 
-    @staticmethod
-    def frozen_part(server_state: ServerState) -> Params:
+    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
+        del client
         return tensors(subtree(server_state, RESIDUAL))
 
-    @staticmethod
-    def newest_part(server_state: ServerState) -> Params:
+    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """The same of what the newest round has added, which is what is sent."""
+        del client
         return tensors(subtree(server_state, NEWEST))

@@ -119,6 +119,13 @@ class Report(Protocol):
         """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
         ...
 
+    def gradient(self, client: str) -> Params:
+        """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).
+
+        No adapter is on the model, and the head is as the round begins.
+        """
+        ...
+
     def train_half(self, half: int) -> Mapping[str, Params]:
         """The models after the round's steps on the first (0) or second (1) half of the examples."""
         ...
@@ -218,7 +225,7 @@ class Method(Part):
     moves_untrained: ClassVar[bool] = False
     """The server moves what does not train, so that it goes down and does not come up."""
     holds_frozen: ClassVar[bool] = False
-    """Everyone holds a frozen part beside its adapter (`frozen_part`)."""
+    """Clients hold a frozen part beside their adapters (`frozen_part`)."""
     begins_again: ClassVar[bool] = False
     """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
     needs_classes: ClassVar[bool] = False
@@ -254,6 +261,10 @@ class Method(Part):
         return None
 
     # what the server makes of updates
+
+    def begin(self, client_models: ByClient) -> ByClient:
+        """The models that clients begin round one with, from those that were drawn or warmed up."""
+        return client_models
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""
@@ -452,18 +463,16 @@ class Method(Part):
         del before, after, federation, matrices
         return ()
 
-    # a part that everyone holds frozen
+    # a part that clients hold frozen
 
-    @staticmethod
-    def frozen_part(server_state: ServerState) -> Params:
-        """Part that everyone holds frozen beside its adapter."""
-        del server_state
+    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
+        """Part that this client holds frozen beside its adapter; of most methods everyone holds the same."""
+        del server_state, client
         return {}
 
-    @staticmethod
-    def newest_part(server_state: ServerState) -> Params:
+    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """Addition of the newest round to it."""
-        del server_state
+        del server_state, client
         return {}
 
 

@@ -14,6 +14,10 @@ of two experts; Bian et al. 2025, "FedALT", arXiv:2503.11880):
     (w_1, w_2) = softmax(G x + c)        y = W x + s (w_1 B_1 A_1 x + w_2 B_2 A_2 x)
 
 The gate is one tensor (2, d_in + 1), G with c as its last column; it reads x without dropout.
+
+Where blocks H_i stand between the factors, split into heads, A is what they make of it (`with_core`):
+
+    y = W x + s sum_i s_i B_i H_i A_i x
 """
 
 import math
@@ -25,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, Params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCALE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
 
 
@@ -164,9 +168,20 @@ class Adapters:
     dropout_mask: DropoutMaskFn | None = None
 
 
+def with_core(params: Params, module: str) -> Tensor:
+    """A of a module (rank, d_in), each head's rows multiplied by its block and its factor where there are any."""
+    a = params[module + LORA_A]
+    if module + LORA_CORE not in params:
+        return a
+    core = params[module + LORA_CORE]
+    if module + LORA_SCALE in params:
+        core = params[module + LORA_SCALE][:, None, None] * core
+    return (core @ a.reshape(len(core), -1, a.shape[1])).reshape(a.shape)
+
+
 def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tensor], Tensor]:
     """The forward function of one frozen layer that adds every client's low-rank product."""
-    factors = [client[name + part] for client in adapters.clients for part in (LORA_A, LORA_B)]
+    factors = [one for client in adapters.clients for one in (with_core(client, name), client[name + LORA_B])]
     gates = [client.get(name + LORA_GATE) for client in adapters.clients]
     scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
     stored_weight = module.get_parameter("weight")

@@ -85,6 +85,8 @@ def reported(report: str) -> dict[str, dict[str, torch.Tensor]]:
     """The reports of an honest client; its class of place 1 has no example."""
     if report == "halves":
         return {report: join_halves(MODEL, MODEL)}
+    if report == "weight_gradients":
+        return {report: {"q": torch.ones(4, 5)}}
     features = torch.arange(20.0).reshape(5, 4)
     return {} if report == "none" else {report: dict(summarize(features, LABELS, num_labels=3))}
 

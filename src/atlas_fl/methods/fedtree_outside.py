@@ -1,0 +1,106 @@
+"""FedTreeLoRA with its outside expert: a frozen adapter of everybody outside the cluster, weighed layer by layer.
+
+    h = W0 x + lambda s B_in A_in x + (1 - lambda) s B_out A_out x      lambda in [0, 1], of each client and layer
+
+"FedTreeLoRA", ICML 2026, arXiv:2603.13282. In every layer the adapter of the cluster (`methods.fedtreelora`) trains,
+with lambda, which never leaves its client; A_out and B_out are the mean of the newest adapters of those outside the
+cluster that took part, by examples. A layer in which all are one cluster has nothing outside, and so has none before
+the tree is made. Differences: lambda begins at `--tree-weight`, which the paper's text at hand does not say, and stays
+in its range by cutting it off after every step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation import rules
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
+from atlas_fl.methods.frozen_part import WithFrozenPart
+from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart
+from atlas_fl.params import (
+    LORA_A,
+    LORA_B,
+    LORA_GATE,
+    ByClient,
+    Params,
+    ServerState,
+    TreesByClient,
+    lora_modules,
+    params_by_client,
+)
+
+OUTSIDE = "outside"
+"""The entry of the server state: the adapter of everybody outside, by client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
+    """Averages inside nested clusters, beside the frozen average of everybody outside."""
+
+    tree_weight: Annotated[
+        float, Range(least=0, most=1), Tried("fedtreelora_outside", values=(0.5, 0.75, 0.9, 0.25))
+    ] = 0.5
+    """Weight of the cluster's adapter, in the place of that of everybody outside, with which `fedtreelora_outside`
+    begins in every layer."""
+
+    name = "fedavg_in_tree_and_outside"
+    equal_ranks = True
+
+    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
+        """The adapter of everybody outside."""
+        return params_by_client(server_state, OUTSIDE).get(client, {})
+
+    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
+        """All of it."""
+        return self.frozen_part(server_state, client)
+
+    def keep(self, round: RoundStart) -> TreesByClient:
+        """Lambda by client and layer, of those where there is something outside."""
+        known, gate = round.of("gate"), dict[str, Mapping[str, Tensor]]()
+        for name in round.client_models:
+            names = [module + LORA_GATE for module in lora_modules(self.frozen_part(round.server_state, name))]
+            gate[name] = {key: known.get(name, {}).get(key, torch.tensor(self.tree_weight)) for key in names}
+        return {"gate": gate}
+
+    def complete(
+        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> Aggregated:
+        """The step of the clusters, and the averages of everybody outside."""
+        if CUTS not in done.server_state or not updates:
+            return done
+        after, present = rules.with_updates(client_models, updates), [name in updates for name in federation.clients]
+        models = rules.RoundModels(before=client_models, after=after, server_state=done.server_state)
+        matrices = rules.mixing_matrices(
+            self._others, federation, present, eta=0.0, layer_weighting="none", granularity="layer", models=models
+        )
+        mixed = rules.mix_by_space(after, matrices, federation, self.options, None).by_client
+        outside = {
+            name: {
+                key: one
+                for key, one in mixed[name].items()
+                if key.endswith((LORA_A, LORA_B)) and matrices(key)[k, k] == 0
+            }
+            for k, name in enumerate(federation.clients)
+        }
+        return replace(done, server_state={CUTS: done.server_state[CUTS], OUTSIDE: outside})
+
+    def _others(self, step: rules.MixingContext) -> np.ndarray:
+        """The shares of the examples of everybody outside the cluster; who has nobody there keeps its model."""
+        rows = np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step))
+        sums = rows.sum(axis=1, keepdims=True)
+        return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
+
+
+FEDTREELORA_OUTSIDE = PublishedMethod(
+    summary="FedTreeLoRA with its frozen adapter of everybody outside the cluster (ICML 2026, arXiv:2603.13282).",
+    differs="the outside adapters go down in every round; updates build the tree",
+    rule="fedavg_in_tree_and_outside",
+    settings=FACTORS,
+    equal_ranks=True,
+)
