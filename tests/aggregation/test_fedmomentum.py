@@ -21,7 +21,7 @@ def test_adapter_and_rest_are_the_leading_and_the_other_singular_directions():
     left, sizes, right = np.linalg.svd(mean, full_matrices=False)
     leading, rest = ((left[:, part] * sizes[part]) @ right[part] for part in (slice(3), slice(3, None)))
     assert dense_update(done.client_models["y"]).numpy() == pytest.approx(leading, rel=1e-4, abs=1e-4)
-    frozen = FedAvgWithRest.newest_part(done.server_state)
+    frozen = FedAvgWithRest().newest_part(done.server_state)
     assert dense_update(frozen).numpy() == pytest.approx(rest, rel=1e-4, abs=1e-4)
     assert len(frozen["q.lora_A"]) == 2 * 3, "of rank (n - 1) r"
     a, b = (done.client_models["y"][f"q.lora_{end}"].double().numpy() for end in "AB")
@@ -37,7 +37,7 @@ def test_by_hand():
     }
     done = step(models, [1, 1])
     torch.testing.assert_close(dense_update(done.client_models["x"]).float(), torch.diag(torch.tensor([3.0, 0.0])))
-    rest = FedAvgWithRest.newest_part(done.server_state)
+    rest = FedAvgWithRest().newest_part(done.server_state)
     torch.testing.assert_close(dense_update(rest).float(), torch.diag(torch.tensor([0.0, 1.0])))
 
 
@@ -51,5 +51,5 @@ def test_over_rounds_with_absent_clients_what_is_computed_with_is_the_sum_of_all
         done = step(trained, list(weights.values()), state=state, before=held)
         exact += sum(weights[c] / total * dense_update(trained[c]) for c in present) - before
         held, state = done.client_models, done.server_state
-        computed = dense_update(held["y"]) + dense_update(FedAvgWithRest.frozen_part(state))
+        computed = dense_update(held["y"]) + dense_update(FedAvgWithRest().frozen_part(state))
         torch.testing.assert_close(computed, exact, rtol=1e-4, atol=1e-4)

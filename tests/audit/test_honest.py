@@ -44,10 +44,13 @@ HONEST = {
 }
 
 
-WITH_STATE = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
+WITH_STATE = (
+    *("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual"),
+    *("fedavg_by_rank_one", "fedavg_in_tree_and_outside"),
+)
 CORES = ("fedavg_of_cores", "fedavg_of_heads")
 BY_FACTORS = (
-    *(*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated", "fedavg_by_rank_one", "fedavg_in_tree_and_outside"),
+    *(*WITH_STATE, "fedavg_orthonormal", "fedavg_rotated"),
     *CORES,
 )
 """Rules of A and B, which validation says."""

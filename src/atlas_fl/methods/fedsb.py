@@ -44,6 +44,7 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     """Share of the learning rate that the first step of all weights is as large as, from which Fed-SB's factors are."""
 
     name = "fedavg_of_cores"
+    differs = ""
     steps_on = True
     extra_passes = "passes over the training examples: those of round one again, for gradients"
     report = "weight_gradients"

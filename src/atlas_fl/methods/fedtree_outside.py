@@ -50,6 +50,7 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
     begins in every layer."""
 
     name = "fedavg_in_tree_and_outside"
+    differs = ""
     equal_ranks = True
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:

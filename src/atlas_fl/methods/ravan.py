@@ -32,6 +32,7 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
     """Heads of `ravan`, between which the rank is divided; a divisor of it."""
 
     name = "fedavg_of_heads"
+    differs = ""
 
     def begin(self, client_models: ByClient) -> ByClient:
         """Orthonormal factors, the same for everyone, with H_i = 0 and s_i = 1."""
