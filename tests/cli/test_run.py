@@ -1,6 +1,7 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
 import csv
+import json
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,23 @@ def test_a_comparison_says_that_ranks_differ_how_long_it_takes_and_a_note_once(a
     assert ["left in all" in line for line in lines] == [False] + [True] * 5
     other = atlas("compare", *words[:3], *words[4:], "--runs-dir", str(tmp_path / "two"))
     assert "other ranks" not in other.out
+
+
+def test_a_comparison_names_the_methods_that_were_still_learning(atlas, ran, tmp_path) -> None:
+    words = ["--strategies", "local", "fedavg", "--seeds", "1", "--rounds", "4", "--runs-dir", str(tmp_path)]
+    assert "still rises" not in atlas("compare", *words).out, "nothing is known of these runs"
+    for config in ran:
+        rise = 0.2 if config.mixing.strategy == "fedavg" else 0.005
+        rows = [{"round": at, "client": "a", "task": "t", "split": "validation", "loss": 1.0} for at in (1, 3, 4)]
+        scores = [0.1, 0.5, 0.5 + rise]
+        run_folder(config).metrics.write_text(
+            "".join(json.dumps({**row, "primary": score}) + "\n" for row, score in zip(rows, scores, strict=True))
+        )
+    said = atlas("compare", *words)
+    assert (
+        "note: validation still rises in the last quarter of the rounds, fedavg by 0.200; compare with --rounds 8"
+        in said.out
+    )
 
 
 def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(atlas, ran, tmp_path) -> None:

@@ -140,6 +140,12 @@ def test_small_clients_are_left_out_and_limits_are_at_most_with_notes(tmp_path: 
     assert at_site.digest() == again[0].digest()
 
 
+def test_rows_that_were_left_out_are_those_of_all_clients(tmp_path: Path) -> None:
+    rows = [*triage("a", 46), *triage("a", 46)[:1], *triage("b", 46), *triage("b", 46)[:2]]
+    (note,) = data_notes(clients_of(f"t={write(tmp_path / 't.csv', rows)},client=hospital"))
+    assert note.startswith("t: 3 rows left out: they repeat or contradict others")
+
+
 def test_texts_of_two_clients_are_told(tmp_path: Path) -> None:
     rows = triage("a", 43)
     both = write(tmp_path / "t.csv", [*rows, *({**row, "hospital": "b"} for row in rows)])

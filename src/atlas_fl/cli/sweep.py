@@ -16,6 +16,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
 from atlas_fl.experiment.search import parse_space, run_search
+from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
@@ -48,7 +49,7 @@ from atlas_fl.report.results_page import lines_in_one_place, sentence_of, write_
 from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 
 MOST_TRIALS = 20
@@ -112,7 +113,7 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(federations))
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
-    show(_ranks_note(runs))
+    show([*_ranks_note(runs), *_rising_note(runs)])
     finished, written = _write_runs(runs, path=path, score=options.score)
     control = _show_comparison(finished, options, values, path=path)
     show(written)
@@ -208,6 +209,27 @@ def _ranks_note(runs: Runs) -> list[str]:
     differing = sum(len(kinds) > 1 for kinds in found.values())
     words = f"note: clients have other ranks under some methods, in {differing} of {len(found)} comparisons by seed"
     return [f"{words}; --ranks 8 gives all the same"] if differing else []
+
+
+RISE = 0.01
+"""Rise of the mean validation score over the last quarter of the rounds, from which training was too short."""
+
+
+def _rising_note(runs: Runs) -> list[str]:
+    """A note on the methods whose validation scores still rise at the end, so that more rounds may reverse them."""
+    rises: dict[str, float] = {}
+    for point, folder in runs:
+        scores = mean_series(list(histories(read_rows(RunFolder(folder).metrics)).values()), "validation")
+        before = [score for round, score in scores.items() if round <= 0.75 * point.config.training.rounds]
+        rise = scores[max(scores)] - before[-1] if before else 0.0
+        if rise > RISE:
+            name = point.config.mixing.strategy
+            rises[name] = max(rise, rises.get(name, 0.0))
+    if not rises:
+        return []
+    words = ", ".join(f"{name} by {rise:.3f}" for name, rise in rises.items())
+    rounds = 2 * max(point.config.training.rounds for point, _ in runs)
+    return [f"note: validation still rises in the last quarter of the rounds, {words}; compare with --rounds {rounds}"]
 
 
 def _write_runs(

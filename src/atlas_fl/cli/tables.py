@@ -41,7 +41,9 @@ def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
         rows.append([arrow, cluster_name(label), ", ".join(clients), plain(assigned.similarity.get(label), 2)])
     yield Table(title=f"Place of {newcomer.name}", columns=("", "cluster", "clients", "similarity"), rows=rows)
     halves = f"its halves agree to {assigned.reliability:.2f} over {newcomer.examples} examples"
-    verdict = "is undecided" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
+    verdict = f"belongs to cluster {assigned.cluster}"
+    if assigned.cluster < 0:
+        verdict = "is undecided, as its halves tell little: give more rows"
     yield f"{newcomer.name} {verdict}; {halves}"
 
 

@@ -122,7 +122,8 @@ def data_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     lines: list[str] = []
     for name, members in _by_task(clients).items():
         lines += [f"{name}: {note}" for note in dict.fromkeys(note for client in members for note in client.notes)]
-        count = max(client.left_out for client in members)
+        counts = [client.left_out for client in members]  # of clients of the data's own, or of all that was dealt out
+        count = sum(counts) if members[0].task.clients else max(counts)
         if count:
             lines.append(f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits")
     return tuple(lines)
