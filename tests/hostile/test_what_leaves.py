@@ -37,7 +37,7 @@ HEADS: Mapping[str, frozenset[str]] = {
 """The fields of all that a site says."""
 METRICS = frozenset(
     {
-        *("loss", "seconds", "steps", "agreement", "primary"),
+        *("loss", "seconds", "steps", "head_steps", "extra_steps", "agreement", "primary"),
         *("ece", "accuracy", "f1", "macro_f1", "precision", "recall", "mcc", "balanced_accuracy", "auroc"),
     }
 )

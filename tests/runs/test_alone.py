@@ -172,7 +172,7 @@ def test_a_users_own_data_are_compared_over_draws_of_their_test_examples(
     flags = ["--config", str(tmp_path / "own.toml"), "--strategies", "local", "fedavg", "--seeds", "2"]
     assert main(["compare", *flags]) == 0
     said = capsys.readouterr().out
-    assert "of 2 clients, p " in said and "95%: over draws of the test examples" in " ".join(said.split())
+    assert "of 2 clients, 95% " in said and "95%: over draws of the test examples" in " ".join(said.split())
     assert said.count("Against fedavg") == 1 and "Costs" not in said and "±0.000" not in said
     folders = [RunFolder(path.parent) for path in Path(run.runs_dir).glob("*/summary.json")]
     assert len(folders) == 4 and not any(folder.alone.exists() for folder in folders)

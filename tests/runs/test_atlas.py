@@ -103,9 +103,8 @@ def test_a_cut_client_is_measured_through_its_cut(config: Make) -> None:
     for row in rows(cut, "ledger"):
         came_back[row["round"]] += row["bytes"] if row["kind"] == "gradient" else 0
     assert came_back[1] > 0
-    assert came_back[2] == pytest.approx(3 * came_back[1], rel=0.02), (
-        "it trains on all of its examples and twice on a half"
-    )
+    # as many steps on each half, whose batches are smaller where passes end
+    assert 2.5 * came_back[1] < came_back[2] < 3 * came_back[1]
     passing_audit(cut)
 
 
