@@ -24,7 +24,7 @@ HEAD_BYTES = 512
 """Of the frame of a question or an answer, most that is no payload: header, JSON head, list of tensors, metrics."""
 TLS_BYTES = 160
 """Most that HTTP/2 and TLS add to a frame, beside a hundredth of it: records, headers, windows, pings."""
-LINK_BYTES = 16_384
+LINK_BYTES = 20_480
 """Most that a connection costs at its start, each way: handshake, certificates, and the settings of the run."""
 
 
