@@ -64,10 +64,14 @@ def pad_batch(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def peft_model(assembly: Assembly, num_labels: int, device: str) -> torch.nn.Module:
-    """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits."""
+def peft_model(assembly: Assembly, num_labels: int, device: str, *, bf16: bool = False) -> torch.nn.Module:
+    """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits.
+
+    With `bf16` the frozen weights are of that dtype, as who trains in it loads them; adapters stay float32.
+    """
     backbone = assembly.site.backbone
-    model = AutoModelForSequenceClassification.from_pretrained(backbone.source, num_labels=num_labels)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = AutoModelForSequenceClassification.from_pretrained(backbone.source, num_labels=num_labels, dtype=dtype)
     settings = LoraConfig(
         r=RANK,
         lora_alpha=2 * RANK,
@@ -185,7 +189,7 @@ def jobs_of(assembly: Assembly, *, steps: int) -> list[Job]:
 def in_turns(jobs: list[Job], assembly: Assembly, args: argparse.Namespace) -> tuple[list[float], list[float], float]:
     """Our seconds, PEFT's over ours, and the largest difference that the adapters have at the end."""
     labels = {client.task.num_labels for client in assembly.clients}
-    models = {count: peft_model(assembly, count, args.device) for count in labels}
+    models = {count: peft_model(assembly, count, args.device, bf16=args.bf16) for count in labels}
     engine = LocalEngine(site=assembly.site)
     engine.run("train", jobs)  # warm both up
     peft_round(models, jobs[:1], assembly, args.device, bf16=args.bf16)

@@ -1,11 +1,13 @@
 """Many clients' factors on one frozen layer, against torch's own autograd."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.models.lora import Adapters, Segment, attach_adapters, merged_weight, packed_linear
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters, batched_linear, merged_weight, packed_linear
 
 TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
 
@@ -65,7 +67,7 @@ def test_an_attached_layer_is_the_merged_layer_and_afterwards_it_is_stock_again(
         assert torch.equal(module(x), stock[name])
         a, b = added.clients[0][f"{name}.lora_A"], added.clients[0][f"{name}.lora_B"]
         torch.testing.assert_close(found[name], stock[name] + 1.5 * x @ a.T @ b.T)
-        merged = merged_weight(module, name, added.clients[0], added.scale)
+        merged = merged_weight(module, name, added.clients[0], added.scale, module.weight)
         assert merged.shape == module.weight.shape
         product = x @ (merged if name == "conv" else merged.T)
         torch.testing.assert_close(found[name], product if module.bias is None else product + module.bias)
@@ -95,3 +97,50 @@ def test_an_empty_update_changes_no_bit() -> None:
     with attach_adapters(modules, zero):
         for module in modules.values():
             torch.testing.assert_close(module(x), type(module).forward(module, x), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_batched_product_equals_products_in_turn(ranks: tuple[int, ...], *, drops: bool) -> None:
+    """What a GPU computes in one product for all clients; outputs and all gradients, in float64."""
+    layer, factors = a_layer_of(ranks)
+    masks = [None, torch.full((5, 6), 2.0, dtype=torch.float64), None] if drops else None
+    found, expected = (
+        outputs_and_gradients(compute, layer, factors, masks) for compute in (batched_linear, packed_linear)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_client_whose_factors_are_not_finite_breaks_no_other_one() -> None:
+    layer, factors = a_layer_of((2, 2, 2))
+    sound = outputs_and_gradients(batched_linear, layer, factors, None)
+    broken = [torch.full_like(factors[0], torch.nan), torch.full_like(factors[1], torch.inf), *factors[2:]]
+    found = outputs_and_gradients(batched_linear, layer, broken, None)
+    others = slice(3, None)  # rows of the first client are the first three
+    assert torch.equal(found[0][others], sound[0][others]) and not found[0][:3].isfinite().any()
+    assert torch.equal(found[1][others], sound[1][others])
+    assert all(torch.equal(one, other) for one, other in zip(found[4:], sound[4:], strict=True))
+
+
+def a_layer_of(ranks: tuple[int, ...]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A layer 6 -> 5 with three clients of 3, 5 and 1 tokens, and their factors, float64."""
+    stream = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    segments = (Segment(start=0, stop=3), Segment(start=3, stop=8), Segment(start=8, stop=9))
+    layer = {"x": draw(9, 6), "weight": draw(6, 5), "bias": draw(5), "segments": segments, "scales": (2.0, 0.5, 1.0)}
+    return layer, [factor for rank in ranks for factor in (draw(rank, 6), draw(5, rank))]
+
+
+def outputs_and_gradients(
+    compute: Any, layer: dict[str, Any], factors: list[torch.Tensor], masks: list[torch.Tensor | None] | None
+) -> list[torch.Tensor]:
+    """The output, and the gradients at x and the factors."""
+    x = layer["x"].clone().requires_grad_()
+    leaves = [factor.clone().requires_grad_() for factor in factors]
+    out = compute(**{**layer, "x": x}, factors=leaves, dropout_masks=masks)
+    (out * torch.arange(45.0, dtype=torch.float64).view(9, 5)).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in (x, *leaves) if leaf.grad is not None)]

@@ -79,8 +79,8 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
     first = len(backbone.blocks) - blocks
     prefix = backbone.family.block_lists
     return {
-        name: parameter.detach().requires_grad_()
-        for name, parameter in backbone.model.named_parameters()
+        name: parameter.detach().to(backbone.device).requires_grad_()
+        for name, parameter in backbone.parameters.items()
         if parameter.ndim > 1 and name.startswith(prefix) and block_index(backbone, name) >= first
     }
 
@@ -139,8 +139,9 @@ def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site, *, cross
 
 def merged_leaves(job: Job, site: Site, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """The weights of these layers with the job's adapters merged, as tensors whose gradient can be taken."""
+    stored = site.backbone.parameters
     return {
-        f"{name}.weight": merged_weight(module, name, job.params, site.scale).requires_grad_()
+        f"{name}.weight": merged_weight(module, name, job.params, site.scale, stored[f"{name}.weight"]).requires_grad_()
         for name, module in modules.items()
     }
 

@@ -107,8 +107,8 @@ class LossScale:
 
 def gradient_norms(leaves: Params) -> Tensor:
     """The norm of every gradient, (leaves,) float32, in the order of the leaves."""
-    norms = [torch.linalg.vector_norm(leaf.grad) for leaf in leaves.values() if leaf.grad is not None]
-    return torch.stack(norms) if norms else torch.zeros(0)
+    gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(0)
 
 
 class GradientMean:
@@ -189,9 +189,9 @@ def make_optimizer(
     """
     parameters = [{"params": list(leaves.values())}]
     if options.optimizer == "adamw":
-        on_cpu = all(leaf.device.type == "cpu" for leaf in leaves.values())
+        fuses = all(leaf.device.type in ("cpu", "cuda") for leaf in leaves.values())
         adamw = torch.optim.AdamW(
-            parameters, lr=options.lr, weight_decay=options.weight_decay, fused=on_cpu or None, foreach=None
+            parameters, lr=options.lr, weight_decay=options.weight_decay, fused=fuses or None, foreach=None
         )
         if masks is not None:
             _freeze(adamw, leaves, masks)

@@ -62,11 +62,10 @@ def model_identity(backbone: Backbone, *, has_weights: bool = True) -> ModelIden
 
 def weights_digest(backbone: Backbone) -> str:
     """SHA-256 of the parameters of a backbone, and of what it counts beside them, such as means of batches."""
-    parameters = dict(backbone.model.named_parameters())
     # an output embedding has its own digest: who writes no text does not load it
     buffers = dict(backbone.model.named_buffers())
     stored = {name: tensor for name, tensor in backbone.model.state_dict().items() if name in buffers}
-    return digest({**parameters, **stored})
+    return digest({**backbone.parameters, **stored})
 
 
 def _vocabulary_digest(backbone: Backbone) -> str | None:

@@ -29,7 +29,7 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError, one_line, short_repr
 from atlas_fl.models.attention import PACKED, make_layout, register_packed_attention
-from atlas_fl.models.backbone import Backbone, backbone_features, block_index
+from atlas_fl.models.backbone import Backbone, backbone_features, block_index, with_linears_as
 from atlas_fl.models.files import (
     check_config,
     check_folder,
@@ -72,10 +72,12 @@ def load_backbone(
     gradient_checkpointing: bool = False,
     writes: bool = False,
     weights: Params | None = None,
+    bf16: bool = False,
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
-    `weights` are those of `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
+    With `bf16` its linear layers hold weights of that dtype, where it runs in packs. `weights` are those of
+    `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
@@ -106,6 +108,8 @@ def load_backbone(
         backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
         if weights is None:
             _compute_once(backbone)
+    if bf16:
+        backbone = with_linears_as(backbone, torch.bfloat16)
     loaded.to(device)
     if writes:
         backbone = replace(backbone, vocabulary=loaded.get_output_embeddings().weight)
@@ -457,7 +461,7 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
     family = backbone.family
     tensors: dict[str, Tensor] = {}
     stem = tuple(f"{module}." for module in family.stem)
-    for name, tensor in backbone.model.named_parameters():
+    for name, tensor in backbone.parameters.items():
         in_block = name.startswith(family.blocks + ".")
         if name.startswith(stem) or (in_block and block_index(backbone, name) < blocks):
             tensors[name] = tensor

@@ -1,8 +1,10 @@
 """LoRA adapters of many clients on one frozen layer, and their initialisation.
 
 A row of tokens consists of one segment per client, and each token is multiplied by the factors of its own client. The
-frozen product runs once over the whole row. The low-rank products run segment by segment, straight into the same
-output, so that no second activation of full width is made. Clients may differ in rank.
+frozen product runs once over the whole row. On a CPU the low-rank products run segment by segment, straight into the
+same output, so that no second activation of full width is made. On a GPU, where each product of a small client costs
+its launch, all clients' products are one batched product, whose segments are padded to the longest and whose ranks to
+the highest. Clients may differ in rank; what one computes never depends on another.
 
 All clients start from the same adapters and heads, whatever their ranks.
 
@@ -24,10 +26,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCALE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
@@ -126,6 +131,116 @@ class _PackedLinear(torch.autograd.Function):
         return grad_x, None, None, None, None, None, *grads
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ClientBatch:
+    """Places of the tokens of a row in a batch (clients, longest) of its segments."""
+
+    gather: Tensor  # (clients * longest,) int64, the token in every place; padding repeats a client's first
+    place: Tensor  # (tokens,) int64, the place of every token
+    padding: Tensor  # (paddings,) int64, the places that hold no token
+    scale: Tensor  # (clients, 1, 1)
+
+    def rows(self, states: Tensor) -> Tensor:
+        """The tokens (tokens, width) by client, (clients, longest, width)."""
+        return states.index_select(0, self.gather).view(len(self.scale), -1, states.shape[1])
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The rows of a batch as tokens, (tokens, width)."""
+        return rows.flatten(0, 1).index_select(0, self.place)
+
+
+@lru_cache(maxsize=8)
+def _client_batch(
+    segments: tuple[Segment, ...], scales: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> _ClientBatch:
+    """The batch of these segments, which lie one after another; every layer of a model asks for the same."""
+    starts = np.array([segment.start for segment in segments])
+    sizes = np.array([segment.stop for segment in segments]) - starts
+    inside = np.arange(sizes.max()) < sizes[:, None]  # (clients, longest)
+    # of a client without a token any token will do
+    gather = np.where(inside, starts[:, None] + np.arange(sizes.max()), np.minimum(starts, sizes.sum() - 1)[:, None])
+    arrays = (gather.ravel(), np.flatnonzero(inside), np.flatnonzero(~inside))
+    gathered, place, padding = (torch.from_numpy(array).to(device) for array in arrays)
+    scale = torch.tensor(scales, dtype=dtype, device=device)[:, None, None]
+    return _ClientBatch(gather=gathered, place=place, padding=padding, scale=scale)
+
+
+def _stack(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The factors (rank, width) of all clients, (clients, highest rank, width); lower ranks end with zeros."""
+    same = len({factor.shape[0] for factor in factors}) == 1
+    return (torch.stack(list(factors)) if same else pad_sequence(list(factors), batch_first=True)).to(dtype)
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """`_PackedLinear` without gates, with one product for all clients.
+
+    `masked` is the inverted-dropout mask of the row (tokens, d_in), or None. The `tensors` are A and B of client after
+    client, of their own dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        masked: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch: _ClientBatch,
+        *tensors: Tensor,
+    ) -> Tensor:
+        out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        a = _stack(tensors[::2], x.dtype)
+        b = _stack([factor.T for factor in tensors[1::2]], x.dtype)  # (clients, rank, d_out)
+        low = torch.bmm(batch.rows(x if masked is None else x * masked), a.mT).mul_(batch.scale)
+        out += batch.tokens(torch.bmm(low, b))
+        ctx.save_for_backward(x, weight, masked, a, b, low)
+        ctx.batch, ctx.ranks, ctx.dtype = batch, [factor.shape[0] for factor in tensors[::2]], tensors[0].dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, masked, a, b, low = ctx.saved_tensors
+        batch: _ClientBatch = ctx.batch
+        upper = batch.rows(grad)
+        upper.flatten(0, 1).index_fill_(0, batch.padding, 0.0)
+        lower = torch.bmm(upper, b.mT).mul_(batch.scale)  # (clients, longest, rank)
+        grad_a = torch.bmm(lower.mT, batch.rows(x if masked is None else x * masked)).to(ctx.dtype)
+        grad_b = torch.bmm(upper.mT, low).to(ctx.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x, inner = grad @ weight.T, batch.tokens(torch.bmm(lower, a))
+            grad_x = grad_x.add_(inner) if masked is None else grad_x.addcmul_(inner, masked)
+        pairs = zip(grad_a, grad_b, ctx.ranks, strict=True)
+        grads = [one for own_a, own_b, rank in pairs for one in (own_a[:rank], own_b[:, :rank])]
+        needed = ctx.needs_input_grad[5:]
+        kept = [one if needs else None for one, needs in zip(grads, needed, strict=True)]
+        return grad_x, None, None, None, None, *kept
+
+
+def batched_linear(
+    x: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Sequence[Segment],
+    scales: Sequence[float],
+    factors: Sequence[Tensor],
+    dropout_masks: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """`packed_linear` of clients without gates by one batched product; the factors may be of another dtype than x."""
+    masks = dropout_masks or [None]
+    row_mask = None
+    if any(mask is not None for mask in masks):
+        filled = [
+            x.new_ones(segment.stop - segment.start, x.shape[1]) if mask is None else mask
+            for segment, mask in zip(segments, masks, strict=True)
+        ]
+        row_mask = torch.cat(filled)
+    batch = _client_batch(tuple(segments), tuple(scales), x.dtype, x.device)
+    out: Tensor = _BatchedLinear.apply(x, row_mask, weight, bias, batch, *factors)  # type: ignore[no-untyped-call]
+    return out
+
+
 def packed_linear(
     x: Tensor,
     *,
@@ -199,16 +314,17 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         if adapters.dropout_mask is not None:
             shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]
             masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
-        out = packed_linear(
-            rows.to(dtype),
-            weight=weight.to(dtype),
-            bias=None if bias is None else bias.to(dtype),
-            segments=segments,
-            scales=scales,
-            factors=[factor.to(dtype) for factor in factors],
-            dropout_masks=[None if mask is None else mask.to(dtype) for mask in masks],
-            gates=gates,
-        )
+        shared: dict[str, Any] = {
+            "weight": weight.to(dtype),
+            "bias": None if bias is None else bias.to(dtype),
+            "segments": segments,
+            "scales": scales,
+            "dropout_masks": [None if mask is None else mask.to(dtype) for mask in masks],
+        }
+        if x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates):
+            out = batched_linear(rows.to(dtype), factors=factors, **shared)
+        else:
+            out = packed_linear(rows.to(dtype), factors=[factor.to(dtype) for factor in factors], gates=gates, **shared)
         return out.view(*x.shape[:-1], -1)
 
     return forward
@@ -231,13 +347,18 @@ def attach_adapters(modules: Mapping[str, nn.Module], adapters: Adapters) -> Ite
             del module.forward
 
 
-def merged_weight(module: nn.Module, name: str, params: Params, scale: Callable[[int], float]) -> Tensor:
-    """The layer's weight with one client's update added, in the layer's own orientation; a new tensor."""
-    weight = module.get_parameter("weight").detach()
+def merged_weight(
+    module: nn.Module, name: str, params: Params, scale: Callable[[int], float], weight: Tensor
+) -> Tensor:
+    """The layer's weight with one client's update added, in the layer's own orientation; a new tensor.
+
+    `weight` is as in the model's files.
+    """
+    device = module.get_parameter("weight").device
     # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
-    a, b = (params[name + part].to(weight.device, copy=True) for part in (LORA_A, LORA_B))
+    a, b = (params[name + part].to(device, copy=True) for part in (LORA_A, LORA_B))
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
-    merged: Tensor = weight + (update if isinstance(module, nn.Linear) else update.T)
+    merged: Tensor = weight.detach().to(device) + (update if isinstance(module, nn.Linear) else update.T)
     return merged
 
 

@@ -298,11 +298,12 @@ def backbone_of(
     """The frozen backbone of this config's model for these tasks; `weights` are those of `Backbone.frozen`."""
     name, checkpointing = config.model.model, config.model.gradient_checkpointing
     load_options: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
+    adapted = trainable_of(config, tasks) == "lora"
     if any(task.images for task in tasks):
-        adapted = trainable_of(config, tasks) == "lora"
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
-        backbone = load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
+        bf16 = adapted and config.model.precision == "bf16"
+        backbone = load_backbone(name, writes=any(task.writes for task in tasks), bf16=bf16, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:

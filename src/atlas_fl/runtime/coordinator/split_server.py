@@ -64,7 +64,7 @@ class SplitServer:
         self._new_request = asyncio.Event()
         self._part_digests: dict[int, str] = {}
         # Kept apart: a pass that measures has other weights in the model while it computes.
-        self._frozen = dict(site.backbone.model.named_parameters())
+        self._frozen = site.backbone.parameters
 
     def __enter__(self) -> "SplitServer":
         return self
