@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from atlas_fl import params as tree
 from atlas_fl.client.batching import collate_packed, forward
@@ -15,6 +16,7 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.backbone import target_modules
+from atlas_fl.models.identity import weights_digest
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import FAMILIES, head_shapes
@@ -242,3 +244,14 @@ def test_bf16_stays_near_float32(tiny, site_of, spec_of, dropout) -> None:
         moved = tree.norm(tree.add(full.params, job.params, scale=-1.0))
         apart = tree.norm(tree.add(half.params, full.params, scale=-1.0))
         assert apart < 0.6 * moved  # Adam divides by the gradient's size, so small gradients' noise is not small
+
+
+def test_frozen_layers_in_bf16_give_the_bits_of_autocast(tiny, site_of, spec_of) -> None:
+    specs, jobs = half_jobs(tiny, spec_of, steps=2, epochs=1)
+    rounded = dataclasses.replace(tiny, backbone=load_backbone(str(tiny.path), bf16=True))
+    linear = [module for module in rounded.backbone.model.modules() if isinstance(module, torch.nn.Linear | Conv1D)]
+    assert {module.weight.dtype for module in linear} == {torch.bfloat16}
+    assert weights_digest(rounded.backbone) == weights_digest(tiny.backbone)
+    expected, found = (train(jobs, site_of(one, *specs, bf16=True)) for one in (tiny, rounded))
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one.params[key], other.params[key]) for key in one.params)
