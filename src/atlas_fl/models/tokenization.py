@@ -11,7 +11,7 @@ from hashlib import sha256
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from atlas_fl.errors import ModelError
+from atlas_fl.errors import ModelError, short_repr
 from atlas_fl.params import Truncation
 
 
@@ -124,6 +124,12 @@ def encode_examples(
     ids = batch["input_ids"]
     types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
     full_lengths = np.asarray([len(row) for row in ids], dtype=np.int64)
+    if not full_lengths.all():
+        empty = text[int(np.flatnonzero(full_lengths == 0)[0])]
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path!r} gives no token for the text {short_repr(empty)}; take the row"
+            " out, or give the model the tokenizer that belongs to it"
+        )
     longest: list[int] = np.flatnonzero(full_lengths >= max_length).tolist()
     if longest:  # only these are encoded again, whole
         whole = tokenizer(
