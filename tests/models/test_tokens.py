@@ -169,5 +169,5 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:
 
 def test_a_text_without_a_token_is_named(tiny_of) -> None:
     tokenizer = copy.deepcopy(tiny_of("qwen2").backbone.tokenizer)  # sets nothing around a text
-    with pytest.raises(ModelError, match=r"gives no token for the text ' '; take the row out"):
-        encode_examples(["w1", " "], None, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
+    with pytest.raises(ModelError, match=r"gives no token for the text ''; take the row out"):
+        encode_examples(["w1", ""], None, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
