@@ -314,7 +314,13 @@ def _run(source: Source) -> tuple[Entry, ...]:
         if source.module:
             import_module(source.module)
         else:
-            _run_file(source)
+            module = ModuleType(f"atlas_fl_plugin_{source.digest}")
+            module.__file__ = source.name
+            with ExitStack() as undo:
+                sys.modules[module.__name__] = module
+                undo.callback(sys.modules.pop, module.__name__)
+                exec(compile(source.code, source.name, "exec"), vars(module))
+                undo.pop_all()
         entries = tuple(_STATE.loading)
     except AtlasError as error:
         raise ConfigError(f"the plug-in {source.name} cannot be used: {error}") from error
@@ -330,17 +336,6 @@ def _run(source: Source) -> tuple[Entry, ...]:
             " atlas_fl.plugins, or leave it out"
         )
     return entries
-
-
-def _run_file(source: Source) -> None:
-    """Run the bytes that were digested, as a module that dataclasses and tracebacks find."""
-    module = ModuleType(f"atlas_fl_plugin_{source.digest}")
-    module.__file__ = source.name
-    with ExitStack() as undo:
-        sys.modules[module.__name__] = module
-        undo.callback(sys.modules.pop, module.__name__)
-        exec(compile(source.code, source.name, "exec"), vars(module))
-        undo.pop_all()
 
 
 def _reason(error: BaseException, source: Source) -> str:

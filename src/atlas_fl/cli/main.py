@@ -62,7 +62,8 @@ START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `at
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
     words = sys.argv[1:] if words is None else words
-    _wait_asleep()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -122,16 +123,6 @@ def _dispatch(words: Sequence[str]) -> int:
     run = getattr(import_module(f"{options.__package__}.{module}"), function)
     code: int = run(parsed, groups) if first == "compare" else run(parsed)
     return code
-
-
-def _wait_asleep() -> None:
-    """Let waiting threads leave their cores to others soon, unless the user says how they wait.
-
-    GNU OpenMP reads this when torch is loaded. By default it spins thirty times as long, which is time lost where other
-    work holds a core (`benchmarks/waiting.py`).
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def _fail(message: str, code: int) -> int:

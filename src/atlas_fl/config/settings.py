@@ -72,7 +72,8 @@ def settings() -> Mapping[str, Setting]:
 def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
     """The fields of a dataclass as settings of a group; those of `knob`, which is a setting itself, have its flag."""
     prefix = "--knob " if group == "knob" else "--"
-    help_of = field_docs(cls)
+    docs = {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
+    help_of = docs | {one.name: one.metadata["help"] for one in fields(cls) if one.metadata}
     declared = get_type_hints(cls, include_extras=True)
     kinds = get_type_hints(cls)
     for own in fields(cls):
@@ -127,15 +128,6 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
         by_group.setdefault(settings()[name].group, {})[name] = value
     groups = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
     return replace(base, **groups)
-
-
-def field_docs(cls: type[Any]) -> dict[str, str]:
-    """Docstrings below the fields of a dataclass in its source, on one line each: Python itself does not keep them.
-
-    The fields of the classes that it extends are among them.
-    """
-    docs = {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
-    return docs | {one.name: one.metadata["help"] for one in fields(cls) if one.metadata}
 
 
 @cache

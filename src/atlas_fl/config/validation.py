@@ -6,7 +6,6 @@ imported inside the checks, because importing them takes seconds.
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 from atlas_fl.config.conflicts import check_conflicts
 from atlas_fl.config.methods import knob_values, method_class, with_method_settings
@@ -21,7 +20,7 @@ from atlas_fl.config.schema import (
     cuts_by_name,
     parse_arrivals,
 )
-from atlas_fl.config.settings import Setting, check_range, settings, value_of
+from atlas_fl.config.settings import check_range, settings, value_of
 from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
@@ -37,7 +36,17 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
         AtlasError: the first wrong setting; one line with its value, what is allowed and the remedy.
     """
     for setting in settings().values():
-        _check_type(setting, value_of(config, setting.name))
+        value = value_of(config, setting.name)
+        try:
+            # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
+            is_valid = bool(convert_value(value, setting.kind) == value or value != value)
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise wrong_kind(setting.flag, value, setting.kind)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not (text and text.isprintable()):
+                raise invalid_value(setting.flag, text, "printable text that is not empty")
     plugins = load_plugins(config.run.plugin)
     if plugins != config.run.plugin:
         config = replace(config, run=replace(config.run, plugin=plugins))
@@ -53,20 +62,6 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_tasks(config, at_sites=at_sites)
     check_conflicts(config, of_halves=True)
     return config
-
-
-def _check_type(setting: Setting, value: Any) -> None:
-    """Raise ConfigError unless the value has the type that its setting declares, and every text is printable."""
-    try:
-        # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
-        is_valid = bool(convert_value(value, setting.kind) == value or value != value)
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise wrong_kind(setting.flag, value, setting.kind)
-    for text in value if isinstance(value, tuple) else (value,):
-        if isinstance(text, str) and not (text and text.isprintable()):
-            raise invalid_value(setting.flag, text, "printable text that is not empty")
 
 
 def _check_clients(config: Config, *, at_sites: bool) -> None:

@@ -153,7 +153,16 @@ def arrange(
     if "all" in splits:
         data = split_rows(splits["all"], name=name, validation_share=validation_share)
     else:
-        data = _complete(splits, name=name, validation_share=validation_share)
+        train = deduplicate(splits["train"])
+        given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
+        for part in range(2 - len(given)):
+            num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
+            if len(given) == 1 and validation_share is not None:
+                num_rows = _share_of(len(train), validation_share, name=name)
+            order = stratified_order(train.label, generator(SEED, "carve", f"{name}/{part}"))
+            given.append(train.take(order[:num_rows]))
+            train = train.take(order[num_rows:])
+        data = clean(TaskData(train=train, validation=given[1], test=given[0]))
     sizes = {split: len(rows) for split, rows in data.splits.items()}
     left_out = sum(map(len, splits.values())) - sum(sizes.values())
     lost = f"; {left_out:,} rows are left out, since they repeat or contradict others, or lie in two splits"
@@ -189,20 +198,6 @@ def split_rows(rows: Examples, *, name: str, validation_share: float | None = No
         validation=rows.take(order[num_test : num_validation + num_test]),
         test=rows.take(order[:num_test]),
     )
-
-
-def _complete(splits: Mapping[str, Examples], *, name: str, validation_share: float | None) -> TaskData:
-    """The given splits, cleaned, and those that are taken from train."""
-    train = deduplicate(splits["train"])
-    given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
-    for part in range(2 - len(given)):
-        num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
-        if len(given) == 1 and validation_share is not None:
-            num_rows = _share_of(len(train), validation_share, name=name)
-        order = stratified_order(train.label, generator(SEED, "carve", f"{name}/{part}"))
-        given.append(train.take(order[:num_rows]))
-        train = train.take(order[num_rows:])
-    return clean(TaskData(train=train, validation=given[1], test=given[0]))
 
 
 def _share_of(count: int, share: float, *, name: str) -> int:

@@ -43,7 +43,19 @@ def scores(task: Task, labels: Shaped[Array, "n ..."], logits: Float[Array, "n l
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
     if task.multilabel:
-        metrics = _multilabel(labels, logits)
+        wide = logits.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            loss = float(np.mean(np.logaddexp(0, wide) - labels * wide))
+        counts = {name: np.asarray(count) for name, count in by_class(labels, logits).items()}
+        hits, answers = counts["hits"].sum(), counts["examples"].sum() + counts["predicted"].sum()
+        area = auroc(labels, wide)
+        metrics = {
+            "loss": loss,
+            "accuracy": float((predicted_labels(labels, logits) == labels).all(axis=1).mean()),
+            "micro_f1": float(2 * hits / answers) if answers else 0.0,
+            "macro_f1": float(np.mean(class_table(**counts)["f1"])),
+            **({} if area is None else {"auroc": area}),
+        }
     else:
         metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(task, labels, logits)
     further = {name: metric(task, labels, logits) for name, metric in FURTHER_METRICS.items()}
@@ -89,22 +101,6 @@ def _classification(task: Task, labels: Labels, logits: Array) -> dict[str, floa
     counts = of_confusion(confusion(labels, predicted, logits.shape[1]), positive=task.positive)
     area = auroc(labels, shifted - log_sum[:, None])
     return {"loss": loss, "ece": ece, **counts, **({} if area is None else {"auroc": area})}
-
-
-def _multilabel(labels: Labels, logits: Array) -> dict[str, float]:
-    wide = logits.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        loss = float(np.mean(np.logaddexp(0, wide) - labels * wide))
-    counts = {name: np.asarray(count) for name, count in by_class(labels, logits).items()}
-    hits, answers = counts["hits"].sum(), counts["examples"].sum() + counts["predicted"].sum()
-    area = auroc(labels, wide)
-    return {
-        "loss": loss,
-        "accuracy": float((predicted_labels(labels, logits) == labels).all(axis=1).mean()),
-        "micro_f1": float(2 * hits / answers) if answers else 0.0,
-        "macro_f1": float(np.mean(class_table(**counts)["f1"])),
-        **({} if area is None else {"auroc": area}),
-    }
 
 
 def predicted_labels(labels: Labels, logits: Float[Array, "n labels"]) -> Labels:

@@ -118,7 +118,15 @@ def deal(
     # In a random order, since the last ones get what the others leave.
     for client in rng.permutation(len(sizes)):
         targets = np.maximum(mixes[client] * sizes[client] - counts[client], 0)
-        more = _draw_counts(targets, int(sizes[client] - counts[client].sum()), left, rng)
+        need = int(sizes[client] - counts[client].sum())
+        given = np.zeros_like(left)
+        while (missing := need - int(given.sum())) > 0:
+            room = left - given
+            open_weights = np.where(room > 0, targets, 0.0)
+            if open_weights.sum() < 1e-9:  # the client's own classes have run out
+                open_weights = room.astype(np.float64)
+            given += np.minimum(_round_randomly(missing * open_weights / open_weights.sum(), rng), room)
+        more = given
         counts[client] += more
         left -= more
     return _draw_rows(classes, counts, rng)
@@ -181,18 +189,6 @@ def _first_pairs(mixes: Array, supply: Array) -> Array:
     return counts
 
 
-def _draw_counts(weights: Array, need: int, supply: Array, rng: np.random.Generator) -> Array:
-    """`need` rows over the classes in the proportion of the weights, none above its supply, (C,) int64."""
-    given = np.zeros_like(supply)
-    while (missing := need - int(given.sum())) > 0:
-        room = supply - given
-        open_weights = np.where(room > 0, weights, 0.0)
-        if open_weights.sum() < 1e-9:  # the client's own classes have run out
-            open_weights = room.astype(np.float64)
-        given += np.minimum(_round_randomly(missing * open_weights / open_weights.sum(), rng), room)
-    return given
-
-
 def _round_randomly(values: Array, rng: np.random.Generator) -> Array:
     """Whole numbers with the same sum, each the floor or the ceiling of its value and right on average, int64."""
     total = np.round(values.sum())
@@ -227,7 +223,15 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
     dealt = np.arange(slots) % num_classes
     has_class = np.zeros((num_clients, num_classes), dtype=bool)
     has_class[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
-    return _switch_classes(has_class, rng)
+    clients, classes = (indices.copy() for indices in np.nonzero(has_class))
+    has_class = has_class.copy()
+    for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):
+        a, b, x, y = clients[one], clients[two], classes[one], classes[two]
+        if a != b and x != y and not has_class[a, y] and not has_class[b, x]:
+            has_class[a, x] = has_class[b, y] = False
+            has_class[a, y] = has_class[b, x] = True
+            classes[one], classes[two] = y, x
+    return has_class
 
 
 def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -> None:
@@ -245,19 +249,6 @@ def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -
             f"{num_clients} clients of {classes_per_client} classes leave some of the {num_classes} classes to nobody;"
             f" give --nc {least} or more, or {-(-num_classes // classes_per_client)} clients"
         )
-
-
-def _switch_classes(has_class: Array, rng: np.random.Generator) -> Array:
-    """The same sums of rows and columns, at random: two clients swap two classes that the other does not have."""
-    clients, classes = (indices.copy() for indices in np.nonzero(has_class))
-    has_class = has_class.copy()
-    for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):
-        a, b, x, y = clients[one], clients[two], classes[one], classes[two]
-        if a != b and x != y and not has_class[a, y] and not has_class[b, x]:
-            has_class[a, x] = has_class[b, y] = False
-            has_class[a, y] = has_class[b, x] = True
-            classes[one], classes[two] = y, x
-    return has_class
 
 
 def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:

@@ -208,7 +208,19 @@ class JobPolicy:
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
         action, job, cut_info = read_job(head, {}, client=self.client)
-        self._check_cut(job.cut)
+        cut = job.cut
+        if cut is not None:
+            self._check_way(cut)
+        blocks = 0 if cut is None else cut.blocks
+        agreed: int | None
+        since = ""
+        if self._word == AUTO:
+            agreed = self._trained_cut
+            since = ", where this site was first trained"
+        else:
+            agreed = 0 if self._word == NONE else int(self._word)
+        if agreed not in (None, blocks):
+            raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
@@ -233,7 +245,16 @@ class JobPolicy:
         self._check_tensors(job.params, job.cut, what=f"the model of {action}")
         self.starts.check(action, job)
         if job.sent:
-            self._check_sent(action, job)
+            method = strategy_of(self.config)
+            allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
+            if action != "train" or not job.sent.keys() <= allowed.keys():
+                raise _refusal(
+                    f"{action} in round {job.round} with {short_repr(sorted(job.sent))} beside the model", "none then"
+                )
+            for kind, tensors in job.sent.items():
+                if tensors.keys() != allowed[kind].keys():
+                    raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
+                check_tensors(tensors, allowed[kind])
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Raise `ProtocolError` where an answer holds more than this action brings back.
@@ -306,20 +327,6 @@ class JobPolicy:
     def _word(self) -> str:
         return cut_setting(self.config.split.split, client=self.client, task=self.metadata.task, device=self.device)
 
-    def _check_cut(self, cut: Cut | None) -> None:
-        if cut is not None:
-            self._check_way(cut)
-        blocks = 0 if cut is None else cut.blocks
-        agreed: int | None
-        since = ""
-        if self._word == AUTO:
-            agreed = self._trained_cut
-            since = ", where this site was first trained"
-        else:
-            agreed = 0 if self._word == NONE else int(self._word)
-        if agreed not in (None, blocks):
-            raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
-
     def _check_way(self, cut: Cut) -> None:
         """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
@@ -332,19 +339,6 @@ class JobPolicy:
         options: TrainOptions | None = job.options if action == "train" else None
         if cut_info.places != (() if options is None else self.outline.places(cut, options)):
             raise _refusal("other tensors below the cut", "those of the model")
-
-    def _check_sent(self, action: str, job: Job) -> None:
-        """Raise `ProtocolError` unless the settings' method sends these tensors beside the model in this round."""
-        method = strategy_of(self.config)
-        allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
-        if action != "train" or not job.sent.keys() <= allowed.keys():
-            raise _refusal(
-                f"{action} in round {job.round} with {short_repr(sorted(job.sent))} beside the model", "none then"
-            )
-        for kind, tensors in job.sent.items():
-            if tensors.keys() != allowed[kind].keys():
-                raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
-            check_tensors(tensors, allowed[kind])
 
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}

@@ -65,7 +65,8 @@ def remote_backend(
         folder = run_folder(config)
         certs = open_certs(service.certs)
         listed = listed_clients(service.certs)
-        planned = _planned_clients(folder)
+        last = last_plan(folder)
+        planned = () if last is None else last[1]
         expected = _expected_clients(folder, service, planned=planned, listed=listed)
         left_out = tuple(name for name in planned if name in service.without)
         sites = read_sites(folder)
@@ -176,12 +177,6 @@ def check_served(config: Config, service: ServerOptions) -> None:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
         raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
-
-
-def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
-    """The clients of the plan to go on with; empty where there is no plan."""
-    last = last_plan(folder)
-    return () if last is None else last[1]
 
 
 def _expected_clients(

@@ -129,7 +129,16 @@ class StartModels:
     def check(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        self._check_count(action, job, digest(params))
+        named = digest(params)
+        split = getattr(job.options, "split", "")
+        models = self._models.setdefault((action, job.round, split), set())
+        most = most_models(self.config, split)
+        models.add(named)
+        if len(models) > most:
+            raise ProtocolError(
+                f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
+                f" {most} a round, because each shows the data once more; nothing was sent: ask who runs it"
+            )
         initial = self.initial(ranks(params))
         if self._begins_anew(action, job):
             self._check_initial(action, params, initial)
@@ -156,18 +165,6 @@ class StartModels:
         self._moves = {name: max(self._moves.get(name, 0.0), move) for name, move in moves.items()}
         self._own_round = job.round
         self._last_move = math.hypot(*moves.values())
-
-    def _check_count(self, action: str, job: Job, named: str) -> None:
-        """Raise `ProtocolError` for more different models than one round has: each is another look at the data."""
-        split = getattr(job.options, "split", "")
-        models = self._models.setdefault((action, job.round, split), set())
-        most = most_models(self.config, split)
-        models.add(named)
-        if len(models) > most:
-            raise ProtocolError(
-                f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
-                f" {most} a round, because each shows the data once more; nothing was sent: ask who runs it"
-            )
 
     def _begins_anew(self, action: str, job: Job) -> bool:
         """Return whether the model is the initialisation, but for warmed-up or imported tensors."""

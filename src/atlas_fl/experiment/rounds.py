@@ -554,9 +554,20 @@ def choose_models(
     """
 
     def losses(candidates: Mapping[int, ByClient]) -> dict[str, dict[int, float]]:
-        return _candidate_losses(
-            engine, candidates, round=start.round, prior_correction=assembly.config.training.prior_correction
-        )
+        prior_correction = assembly.config.training.prior_correction
+        options = EvaluateOptions(split="validation", prior_correction=prior_correction)
+        losses: dict[str, dict[int, float]] = {}
+        for label, models in candidates.items():
+            jobs = [
+                Job(client=name, params=params, round=start.round, options=options) for name, params in models.items()
+            ]
+            for update in engine.run("evaluate", jobs):
+                losses.setdefault(update.client, {})[label] = update.metrics["loss"]
+        return {
+            name: {label: loss for label, loss in by_label.items() if isfinite(loss)}
+            for name, by_label in losses.items()
+            if by_label.keys() == candidates.keys()
+        }
 
     choice = strategy_of(assembly.config).choose(start, losses)
     if choice is None:
@@ -568,23 +579,6 @@ def choose_models(
         server_state=choice.server_state,
     )
     return state, _choice_messages(choice.sent, choice.losses, round=start.round)
-
-
-def _candidate_losses(
-    engine: Engine, candidates: Mapping[int, ByClient], *, round: int, prior_correction: bool
-) -> dict[str, dict[int, float]]:
-    """The finite losses of the candidates on the validation examples of each client that answered for all."""
-    options = EvaluateOptions(split="validation", prior_correction=prior_correction)
-    losses: dict[str, dict[int, float]] = {}
-    for label, models in candidates.items():
-        jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
-        for update in engine.run("evaluate", jobs):
-            losses.setdefault(update.client, {})[label] = update.metrics["loss"]
-    return {
-        name: {label: loss for label, loss in by_label.items() if isfinite(loss)}
-        for name, by_label in losses.items()
-        if by_label.keys() == candidates.keys()
-    }
 
 
 def _choice_messages(

@@ -18,7 +18,6 @@ from atlas_fl.flower.messages import (
     RECORD,
     ConfigRecord,
     Context,
-    Error,
     Grid,
     Message,
     MessageType,
@@ -174,7 +173,15 @@ class Invitations:
             self._invite()
         for node, reply in self._sent.pull():
             if reply.has_error() and not self._over.is_set():
-                self._give_up_node(node, reply.error, manager, bridge)
+                error = reply.error
+                name = self._names[node]
+                reason = one_line(str(error.reason).strip())
+                if error.code in CRASHED and self._starts[node] < MOST_STARTS:
+                    bridge.note(f"{name}: {reason} It is started again")
+                    self._waiting.add(node)
+                else:
+                    bridge.note(f"{name}: {reason}")
+                    bridge.submit(manager.remove(name, reason))
 
     def _invite(self) -> None:
         there = self._waiting & set(self.grid.get_node_ids())
@@ -188,16 +195,6 @@ class Invitations:
             self._starts[node] += 1
         if content:
             self._sent.push(content)
-
-    def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "LoopThread") -> None:
-        name = self._names[node]
-        reason = one_line(str(error.reason).strip())
-        if error.code in CRASHED and self._starts[node] < MOST_STARTS:
-            bridge.note(f"{name}: {reason} It is started again")
-            self._waiting.add(node)
-        else:
-            bridge.note(f"{name}: {reason}")
-            bridge.submit(manager.remove(name, reason))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,31 +84,6 @@ def pull_apart(
     return longest > eps_2 and float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < eps_1
 
 
-def next_clusters(
-    clusters: Int64[np.ndarray, " n"],
-    before: ByClient,
-    after: ByClient,
-    federation: Federation,
-    present: Bool[np.ndarray, " n"],
-    options: StrategyOptions,
-    *,
-    eps_1: float,
-    eps_2: float,
-) -> Int64[np.ndarray, " n"]:
-    """The clusters after a round with these updates; a part that is cut off gets the next free number."""
-    result = clusters.copy()
-    for label in sorted(set(clusters.tolist())):
-        inside = np.flatnonzero(clusters == label)
-        if len(inside) <= LARGEST_WHOLE or not present[inside].all():
-            continue
-        tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
-        gram = gram_of_changes(before, after, tasks, options)
-        shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
-        if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
-            result[inside[bipartition(cosines(gram))]] = result.max() + 1
-    return result
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cfl(Method):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-norm`)."""
@@ -144,7 +119,16 @@ class Cfl(Method):
         if round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
             eps_2 = self.bipartition_norm
             eps_1 = self.bipartition_ratio * eps_2
-            clusters = next_clusters(
-                clusters, client_models, after, federation, present, self.options, eps_1=eps_1, eps_2=eps_2
-            )
+            options = self.options
+            result = clusters.copy()
+            for label in sorted(set(clusters.tolist())):
+                inside = np.flatnonzero(clusters == label)
+                if len(inside) <= LARGEST_WHOLE or not present[inside].all():
+                    continue
+                tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
+                gram = gram_of_changes(client_models, after, tasks, options)
+                shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
+                if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
+                    result[inside[bipartition(cosines(gram))]] = result.max() + 1
+            clusters = result
         return {CLUSTERS: clusters_by_client(federation, clusters)}

@@ -113,7 +113,15 @@ class ClassifierCollaboration(Method):
         """The class means of their tasks, of the last aggregation; nothing in round one and in personal rounds."""
         if not self.feature_alignment or round.is_personal:
             return {}
-        centroids = class_centroids(round.server_state, round.tasks)
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
+        for client, report in sorted(reports_of(round.server_state).items()):
+            counts, task = report["counts"].double(), round.tasks[client]
+            total, of_class = sums.get(task, (torch.zeros(()), torch.zeros(())))
+            sums[task] = total + counts[:, None] * report["means"].double(), of_class + counts
+        centroids = {
+            task: {"means": (total / counts.clamp(min=1)[:, None]).float(), "seen": counts > 0}
+            for task, (total, counts) in sums.items()
+        }
         return {"centroids": {name: centroids.get(round.tasks[name], {}) for name in round.clients}}
 
     @classmethod
@@ -183,23 +191,6 @@ class ClassifierCollaboration(Method):
 def reports_of(state: ServerState) -> dict[str, Params]:
     """Reports of the clients of the last aggregation; empty before the first."""
     return params_by_client(state, FEATURES)
-
-
-def class_centroids(server_state: ServerState, tasks: Mapping[str, str]) -> dict[str, Params]:
-    """By task, the means of its classes over the clients that reported, each by its examples of the class.
-
-    `means` (classes, width) float32 with zeros for a class without examples, and `seen` (classes,) bool says which have
-    some. Empty before the first report. `tasks` are those of the clients, by name.
-    """
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-    for client, report in sorted(reports_of(server_state).items()):
-        counts, task = report["counts"].double(), tasks[client]
-        total, of_class = sums.get(task, (torch.zeros(()), torch.zeros(())))
-        sums[task] = total + counts[:, None] * report["means"].double(), of_class + counts
-    return {
-        task: {"means": (total / counts.clamp(min=1)[:, None]).float(), "seen": counts > 0}
-        for task, (total, counts) in sums.items()
-    }
 
 
 def feature_width(params: Params) -> int:

@@ -36,7 +36,9 @@ def check_method(method: type[Method], options: StrategyOptions | None = None) -
         except AtlasError as error:
             fault = str(error)
         except ERRORS as error:
-            fault = _where(error)
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+            place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+            fault = f"{type(error).__name__}: {error}{place}"
         if fault:
             faults.append(f"{name}: {fault}")
         if faults and name == "shapes":
@@ -46,13 +48,6 @@ def check_method(method: type[Method], options: StrategyOptions | None = None) -
 
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that code of a method may raise by mistake."""
-
-
-def _where(error: BaseException) -> str:
-    """The error with the file and line of the method's code where it came up."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 class Trial:

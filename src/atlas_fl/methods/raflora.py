@@ -10,7 +10,6 @@ arXiv:2602.13486. How a product is split into A and B is that of product space, 
 FlexLoRA.
 """
 
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -21,23 +20,6 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.method import PublishedMethod
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
 from atlas_fl.params import LORA_A, LORA_B, ByClient
-
-
-def partitioned_average(
-    a: Sequence[Tensor], b: Sequence[Tensor], shares: Sequence[float], scale: Callable[[int], float]
-) -> Tensor:
-    """W (d_out, d_in) of one module in float64; a_k is (r_k, d_in) and b_k (d_out, r_k).
-
-    Every row of a partition has the same clients, so that it can be weighed by itself.
-    """
-    counts = [len(factor) for factor in a]
-    totals = [sum(share for share, count in zip(shares, counts) if count > row) for row in range(max(counts))]
-    weights = [
-        scale(count) * share / torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
-        for factor, share, count in zip(a, shares, counts)
-    ]
-    stack_a, stack_b = stack_factors(a, b, weights)
-    return stack_b @ stack_a
 
 
 class FedAvgByRank(ByCohort):
@@ -57,7 +39,16 @@ class FedAvgByRank(ByCohort):
             if name + LORA_A not in models[0]:
                 return values.trained(cohort.weights)
             a, b = ([params[name + end] for params in models] for end in (LORA_A, LORA_B))
-            return partitioned_average(a, b, list(cohort.weights.values()), self.options.scale)
+            shares = list(cohort.weights.values())
+            scale = self.options.scale
+            counts = [len(factor) for factor in a]
+            totals = [sum(share for share, count in zip(shares, counts) if count > row) for row in range(max(counts))]
+            weights = [
+                scale(count) * share / torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
+                for factor, share, count in zip(a, shares, counts)
+            ]
+            stack_a, stack_b = stack_factors(a, b, weights)
+            return stack_b @ stack_a
 
         return next_value
 

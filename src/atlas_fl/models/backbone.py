@@ -122,23 +122,16 @@ def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedL
     """Inputs of the stock model's embeddings for a row, (1, tokens) int64 each."""
     positions = layout.position_ids
     if backbone.family.counts_from_padding:
-        positions = _positions_behind_padding(ids, layout, padding=int(backbone.model.config.pad_token_id))
+        padding = int(backbone.model.config.pad_token_id)
+        is_counted = (ids != padding).long()
+        counts = is_counted.cumsum(0)
+        starts = torch.arange(len(ids), device=ids.device) - layout.position_ids  # of every token's sequence
+        before = (counts - is_counted)[starts]
+        positions = (counts - before) * is_counted + padding
     inputs = {"input_ids": ids[None], "position_ids": positions[None]}
     if backbone.family.token_types:
         inputs["token_type_ids"] = types[None]
     return inputs
-
-
-def _positions_behind_padding(ids: Tensor, layout: PackedLayout, *, padding: int) -> Tensor:
-    """RoBERTa's positions, (tokens,) int64: those of other tokens than padding are counted from its id on.
-
-    A text may spell the padding token, which then has its own id as its position.
-    """
-    is_counted = (ids != padding).long()
-    counts = is_counted.cumsum(0)
-    starts = torch.arange(len(ids), device=ids.device) - layout.position_ids  # of every token's sequence
-    before = (counts - is_counted)[starts]
-    return (counts - before) * is_counted + padding
 
 
 def read_positions(family: Family, layout: PackedLayout, output_positions: Tensor | None) -> Tensor:

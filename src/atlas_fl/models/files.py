@@ -98,10 +98,6 @@ def check_raw_config(name: str, source: str) -> None:
             f"model {name!r} is quantised ({CONFIG} has quantization_config), and adapters train on plain weights; give"
             " the model that it was made of"
         )
-    _check_counts(name, config)
-
-
-def _check_counts(name: str, config: Mapping[str, Any]) -> None:
     for key, value in _settings(config):
         is_count = any(word in key for word in _COUNTED) and "id" not in key.split("_")
         if isinstance(value, int) and abs(value) > (MOST_REPEATS if is_count else _LARGEST):

@@ -162,7 +162,11 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"{name} in {folder} holds NaN or infinite values; give an adapter that has finite ones")
         params[key] = tensor.float()
-    _check_factors(params, folder)
+    modules = dict.fromkeys(key.removesuffix(LORA_A).removesuffix(LORA_B) for key in params if not key.startswith(HEAD))
+    for module in modules:
+        a, b = params.get(module + LORA_A), params.get(module + LORA_B)
+        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
+            raise ModelError(f"the adapter in {folder} has no A and B of one rank for {module}; give complete files")
     scales = _scales(settings, params, folder, family=family)
     return params, scales.__getitem__
 
@@ -231,15 +235,6 @@ def _internal_name(name: str, family: Family) -> str | None:
         return PARTS + stripped
     is_head = any(stripped.startswith(module + ".") for module in modules_to_save(family))
     return HEAD + stripped if is_head else None
-
-
-def _check_factors(params: Params, folder: Path) -> None:
-    """Raise ModelError unless every A has its B of the same rank."""
-    modules = dict.fromkeys(key.removesuffix(LORA_A).removesuffix(LORA_B) for key in params if not key.startswith(HEAD))
-    for module in modules:
-        a, b = params.get(module + LORA_A), params.get(module + LORA_B)
-        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
-            raise ModelError(f"the adapter in {folder} has no A and B of one rank for {module}; give complete files")
 
 
 def _scales(settings: Mapping[str, Any], params: dict[str, Any], folder: Path, *, family: Family) -> dict[int, float]:

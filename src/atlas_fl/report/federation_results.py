@@ -68,7 +68,14 @@ def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> t
         ConfigError: a federation has no finished run of `control`, or two runs of one row have the same seed.
         DataError: the runs of two methods have other clients.
     """
-    return _with_distinct_titles([_compare_federation(members, control=control) for members in by_federation(runs)])
+    results = [_compare_federation(members, control=control) for members in by_federation(runs)]
+    counts = Counter(result.title for result in results)
+    return tuple(
+        replace(result, title=f"{result.title}, {setting_words(result.changed)}")
+        if counts[result.title] > 1 and result.changed
+        else result
+        for result in results
+    )
 
 
 def by_federation(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
@@ -87,17 +94,6 @@ def _federation_key(config: Config) -> str:
     """Equal of runs of one federation."""
     values = {name: value for name, value in identity_settings(config).items() if name not in VARIED | WHICH_RUN}
     return repr(sorted(values.items(), key=lambda item: item[0]))
-
-
-def _with_distinct_titles(results: Sequence[FederationResults]) -> tuple[FederationResults, ...]:
-    """The same, with what is not the preset's in the titles that would stand there twice."""
-    counts = Counter(result.title for result in results)
-    return tuple(
-        replace(result, title=f"{result.title}, {setting_words(result.changed)}")
-        if counts[result.title] > 1 and result.changed
-        else result
-        for result in results
-    )
 
 
 def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> FederationResults:

@@ -116,27 +116,23 @@ def ray_cluster() -> Iterator[Cluster]:
     address = os.environ.get("RAY_ADDRESS", "local")
     starts_ray = not ray.is_initialized()
     if starts_ray:
-        _connect(ray, address)
+        local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
+        host, _, port = address.rpartition("//")[2].rpartition(":")
+        try:
+            if port.isdecimal():  # else Ray tries for many minutes
+                socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+            ray.init(address=address, logging_level=RAY_LOG_LEVEL, log_to_driver=False, **local)
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"no Ray cluster at RAY_ADDRESS {address!r} ({one_line(error, limit=160)}); start one with"
+                " `ray start --head`, or unset it"
+            ) from None
     try:
         yield Cluster(ray)
     finally:
         if starts_ray:
             ray.shutdown()
-
-
-def _connect(ray: Any, address: str) -> None:
-    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
-    host, _, port = address.rpartition("//")[2].rpartition(":")
-    try:
-        if port.isdecimal():  # else Ray tries for many minutes
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, logging_level=RAY_LOG_LEVEL, log_to_driver=False, **local)
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"no Ray cluster at RAY_ADDRESS {address!r} ({one_line(error, limit=160)}); start one with"
-            " `ray start --head`, or unset it"
-        ) from None
 
 
 def actor_resources_of(nodes: Sequence[Mapping[str, float]], count: int | None, *, cuda: bool) -> ActorResources:

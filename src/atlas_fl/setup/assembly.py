@@ -30,7 +30,7 @@ from atlas_fl.models.registry import FAMILIES, Family, ModelShape
 from atlas_fl.models.stock import NOTE, positions_of
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
-from atlas_fl.params import HEAD, LORA_A, Params, Split, Truncation, digest
+from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -449,22 +449,17 @@ def tokenise(
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
         if rows.pair:
-            encoded_prompts = _encode_row_prompts(rows, backbone, limit, config, truncate=task.truncate)
+            room = max_sequence_length(backbone) - config.new_tokens
+            if room < 1:
+                raise ConfigError(
+                    f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for"
+                    f" {max_sequence_length(backbone)} tokens with the prompt; lower it"
+                )
+            encoded_prompts = encode_prompts(
+                rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room), truncate=task.truncate
+            )
             prompts[name] = Prompts(encoded=encoded_prompts, references=rows.pair)
     return ClientTokens(task=task, splits=encoded, prompts=prompts)
-
-
-def _encode_row_prompts(
-    rows: Rows, backbone: Backbone, limit: int, config: DataConfig, *, truncate: Truncation | None
-) -> EncodedExamples:
-    """The rows' prompts, cut to the task's limit and so that the longest answer still has positions."""
-    room = max_sequence_length(backbone) - config.new_tokens
-    if room < 1:
-        raise ConfigError(
-            f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for"
-            f" {max_sequence_length(backbone)} tokens with the prompt; lower it"
-        )
-    return encode_prompts(rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room), truncate=truncate)
 
 
 def max_sequence_length(backbone: Backbone) -> int:

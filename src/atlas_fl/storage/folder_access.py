@@ -269,7 +269,12 @@ def write_pieces(path: Path, pieces: Iterable[Any], *, within: Path | None = Non
         is_renamed = False
         try:
             with os_errors_with_path(path):
-                _write_new(folder, draft, pieces, mode=mode)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with os.fdopen(os.open(draft, flags, mode, dir_fd=folder), "wb") as file:
+                    for piece in pieces:
+                        file.write(piece)
+                    file.flush()
+                    os.fsync(file.fileno())
                 os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
                 is_renamed = True
                 os.fsync(folder)
@@ -277,16 +282,6 @@ def write_pieces(path: Path, pieces: Iterable[Any], *, within: Path | None = Non
             if not is_renamed:
                 with suppress(FileNotFoundError):
                     os.unlink(draft, dir_fd=folder)
-
-
-def _write_new(folder: int, name: str, pieces: Iterable[Any], *, mode: int) -> None:
-    """Write a new file in this folder and flush it to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, mode, dir_fd=folder), "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_atomic(path: Path, content: bytes, *, within: Path | None = None, mode: int = 0o666) -> None:

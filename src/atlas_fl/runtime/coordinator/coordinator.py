@@ -154,7 +154,14 @@ class ClientManager:
             if self._peer_relay is not None and (message := await self._peer_relay.next_message(client)) is not None:
                 return message
             if client.pending_job is not None:
-                return self._job_message(client, client.pending_job)
+                pending = client.pending_job
+                job = pending.job
+                cut_info = None
+                if job.cut is not None and pending.split_backend is not None:
+                    # A job that is sent, also again, begins at its start, and so does its server half.
+                    job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
+                    pending.client_job = job
+                return client.sender.job(pending.action, job, number=pending.number, cut_info=cut_info)
             client.wakeup.clear()
             await client.wakeup.wait()
 
@@ -190,15 +197,6 @@ class ClientManager:
             self._close_job(client, pending, f"its question was refused: {one_line(error)}")
             raise
         return answer if client.pending_job is pending else None
-
-    def _job_message(self, client: ClientProxy, pending: PendingJob) -> tuple[Head, Params]:
-        job = pending.job
-        cut_info = None
-        if job.cut is not None and pending.split_backend is not None:
-            # A job that is sent, also again, begins at its start, and so does its server half.
-            job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
-            pending.client_job = job
-        return client.sender.job(pending.action, job, number=pending.number, cut_info=cut_info)
 
     async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
         self.identity.check(client.name, head)

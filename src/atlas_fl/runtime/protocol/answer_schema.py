@@ -108,7 +108,16 @@ class ExpectedAnswer:
 def check_answer(request: AnsweredRequest, update: Update) -> None:
     """Raise `ProtocolError` unless this update can be an answer to this request."""
     expected = SCHEMAS[request.action](request)
-    _check_metrics(update.metrics, expected)
+    metrics = update.metrics
+    required = expected.metrics
+    if missing := [name for name in required if name not in metrics]:
+        raise ProtocolError(f"it lacks the metrics {', '.join(missing)}; allowed: {', '.join(required)}")
+    ranges = {**required, **expected.optional}
+    for name, value in metrics.items():
+        if name not in ranges:
+            raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(ranges) or 'none'}")
+        if not ranges[name].holds(value):
+            raise ProtocolError(f"{name} is {value:g}; allowed: {ranges[name].least:g} to {ranges[name].most:g}")
     if update.examples != expected.examples:
         raise ProtocolError(
             f"it answers on {update.examples} examples; allowed: the {expected.examples} that were registered"
@@ -122,18 +131,6 @@ def check_answer(request: AnsweredRequest, update: Update) -> None:
     _check_report(request, update)
     if request.action in _VALUE_CHECKS:
         _VALUE_CHECKS[request.action](request, update)
-
-
-def _check_metrics(metrics: Mapping[str, float], expected: ExpectedAnswer) -> None:
-    required = expected.metrics
-    if missing := [name for name in required if name not in metrics]:
-        raise ProtocolError(f"it lacks the metrics {', '.join(missing)}; allowed: {', '.join(required)}")
-    ranges = {**required, **expected.optional}
-    for name, value in metrics.items():
-        if name not in ranges:
-            raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(ranges) or 'none'}")
-        if not ranges[name].holds(value):
-            raise ProtocolError(f"{name} is {value:g}; allowed: {ranges[name].least:g} to {ranges[name].most:g}")
 
 
 def _check_loaded(request: AnsweredRequest, update: Update) -> None:
