@@ -314,6 +314,7 @@ def _run(source: Source) -> tuple[Entry, ...]:
         if source.module:
             import_module(source.module)
         else:
+            # the bytes that were digested run as a module that dataclasses and tracebacks find
             module = ModuleType(f"atlas_fl_plugin_{source.digest}")
             module.__file__ = source.name
             with ExitStack() as undo:

@@ -62,6 +62,9 @@ START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `at
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
     words = sys.argv[1:] if words is None else words
+    # Waiting threads leave their cores to others soon, unless the user says how they wait. GNU OpenMP reads this when
+    # torch is loaded; by default it spins thirty times as long, time lost where other work holds a core
+    # (`benchmarks/waiting.py`).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:

@@ -58,7 +58,6 @@ class ServerLink(Protocol):
 
     def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
         """The answer; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)

@@ -295,15 +295,12 @@ class ServerHalf(Protocol):
 
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Parse a message into a request; raise `ProtocolError` where no such may come now."""
-        ...
 
     def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
         """The answer to a request, from the output of its entry."""
-        ...
 
     def end(self, payloads: Payloads) -> Update:
         """This half's update, after its last step; raise `ProtocolError` where work is missing."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -72,6 +72,7 @@ def settings() -> Mapping[str, Setting]:
 def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
     """The fields of a dataclass as settings of a group; those of `knob`, which is a setting itself, have its flag."""
     prefix = "--knob " if group == "knob" else "--"
+    # docstrings below the fields, those of the classes that it extends too: Python itself does not keep them
     docs = {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
     help_of = docs | {one.name: one.metadata["help"] for one in fields(cls) if one.metadata}
     declared = get_type_hints(cls, include_extras=True)

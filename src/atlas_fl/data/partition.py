@@ -119,14 +119,13 @@ def deal(
     for client in rng.permutation(len(sizes)):
         targets = np.maximum(mixes[client] * sizes[client] - counts[client], 0)
         need = int(sizes[client] - counts[client].sum())
-        given = np.zeros_like(left)
-        while (missing := need - int(given.sum())) > 0:
-            room = left - given
+        more = np.zeros_like(left)
+        while (missing := need - int(more.sum())) > 0:
+            room = left - more
             open_weights = np.where(room > 0, targets, 0.0)
             if open_weights.sum() < 1e-9:  # the client's own classes have run out
                 open_weights = room.astype(np.float64)
-            given += np.minimum(_round_randomly(missing * open_weights / open_weights.sum(), rng), room)
-        more = given
+            more += np.minimum(_round_randomly(missing * open_weights / open_weights.sum(), rng), room)
         counts[client] += more
         left -= more
     return _draw_rows(classes, counts, rng)
@@ -223,6 +222,7 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
     dealt = np.arange(slots) % num_classes
     has_class = np.zeros((num_clients, num_classes), dtype=bool)
     has_class[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
+    # the same sums of rows and columns, at random: two clients swap two classes that the other does not have
     clients, classes = (indices.copy() for indices in np.nonzero(has_class))
     has_class = has_class.copy()
     for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):

@@ -558,15 +558,16 @@ def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapp
     classes = {word: folders for word, source in sources.items() if (folders := _class_folders(source))}
     splits = {(word, split): folder for word in classes for split, folder in _split_folders(sources[word]).items()}
     found = {one.name for folders in classes.values() for one in folders}
-    names = _declared_classes(name, options["labels"]) if "labels" in options else tuple(sorted(found))
-    if other := sorted(found - set(names)):
+    label_names = _declared_classes(name, options["labels"]) if "labels" in options else tuple(sorted(found))
+    if other := sorted(found - set(label_names)):
         raise DataError(
             f"{path} has a folder of images {other[0]!r}, which is none of the classes that labels= declares"
-            f" ({', '.join(names)}); rename it, or declare it"
+            f" ({', '.join(label_names)}); rename it, or declare it"
         )
-    if len(names) < 2:
-        raise DataError(f"{path} has images of one class only ({names[0]!r}); a task needs a folder for each of two")
-    label_names = names
+    if len(label_names) < 2:
+        raise DataError(
+            f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
+        )
     stray = [str(source) for word, source in sources.items() if word not in classes]
     cut = [sources[word] for word in classes if sources[word] not in splits.values()]
     unnamed = [str(one) for folder in cut for one in _folders(folder) if one not in splits.values()]

@@ -129,11 +129,11 @@ class StartModels:
     def check(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        named = digest(params)
+        # each different model of a round is another look at the data
         split = getattr(job.options, "split", "")
         models = self._models.setdefault((action, job.round, split), set())
         most = most_models(self.config, split)
-        models.add(named)
+        models.add(digest(params))
         if len(models) > most:
             raise ProtocolError(
                 f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"

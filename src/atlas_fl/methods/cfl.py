@@ -119,15 +119,15 @@ class Cfl(Method):
         if round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
             eps_2 = self.bipartition_norm
             eps_1 = self.bipartition_ratio * eps_2
-            options = self.options
             result = clusters.copy()
             for label in sorted(set(clusters.tolist())):
                 inside = np.flatnonzero(clusters == label)
                 if len(inside) <= LARGEST_WHOLE or not present[inside].all():
                     continue
                 tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
-                gram = gram_of_changes(client_models, after, tasks, options)
-                shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
+                gram = gram_of_changes(client_models, after, tasks, self.options)
+                rows = average(federation.weights, clusters, present, max_share=self.options.max_share)
+                shares = rows[inside[0], inside]
                 if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
                     result[inside[bipartition(cosines(gram))]] = result.max() + 1
             clusters = result

@@ -113,6 +113,7 @@ class ClassifierCollaboration(Method):
         """The class means of their tasks, of the last aggregation; nothing in round one and in personal rounds."""
         if not self.feature_alignment or round.is_personal:
             return {}
+        # by task, each client by its examples of the class; zeros for a class without examples, and `seen` tells them
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         for client, report in sorted(reports_of(round.server_state).items()):
             counts, task = report["counts"].double(), round.tasks[client]

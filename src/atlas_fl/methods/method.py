@@ -105,30 +105,24 @@ class Report(Protocol):
     @property
     def clients(self) -> tuple[str, ...]:
         """Clients that are asked."""
-        ...
 
     def model(self, client: str) -> Params:
         """The model that the client begins the round with."""
-        ...
 
     def loss(self) -> Mapping[str, float]:
         """The mean loss of these models over all training examples, by client; NaN of a model without numbers."""
-        ...
 
     def features(self, client: str) -> tuple[Tensor, np.ndarray, int]:
         """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
-        ...
 
     def gradient(self, client: str) -> Params:
         """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).
 
         No adapter is on the model, and the head is as the round begins.
         """
-        ...
 
     def train_half(self, half: int) -> Mapping[str, Params]:
         """The models after the round's steps on the first (0) or second (1) half of the examples."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

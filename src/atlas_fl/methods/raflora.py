@@ -39,12 +39,14 @@ class FedAvgByRank(ByCohort):
             if name + LORA_A not in models[0]:
                 return values.trained(cohort.weights)
             a, b = ([params[name + end] for params in models] for end in (LORA_A, LORA_B))
+            # every row of a partition has the same clients, so that it can be weighed by itself
             shares = list(cohort.weights.values())
-            scale = self.options.scale
             counts = [len(factor) for factor in a]
             totals = [sum(share for share, count in zip(shares, counts) if count > row) for row in range(max(counts))]
             weights = [
-                scale(count) * share / torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
+                self.options.scale(count)
+                * share
+                / torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
                 for factor, share, count in zip(a, shares, counts)
             ]
             stack_a, stack_b = stack_factors(a, b, weights)

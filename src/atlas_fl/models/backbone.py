@@ -123,6 +123,8 @@ def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedL
     positions = layout.position_ids
     if backbone.family.counts_from_padding:
         padding = int(backbone.model.config.pad_token_id)
+        # RoBERTa counts the positions of other tokens than padding from its id on; a text may spell the padding token,
+        # which then has its own id as its position
         is_counted = (ids != padding).long()
         counts = is_counted.cumsum(0)
         starts = torch.arange(len(ids), device=ids.device) - layout.position_ids  # of every token's sequence

@@ -18,7 +18,6 @@ class Engine(Protocol):
 
         A client that cannot be reached has no update.
         """
-        ...
 
 
 class MissingAnswersError(ProtocolError):

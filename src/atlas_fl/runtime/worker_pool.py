@@ -35,7 +35,6 @@ class Worker(Protocol):
 
         Raises `ProtocolError` where the worker has ended.
         """
-        ...
 
 
 @dataclass(kw_only=True, eq=False)

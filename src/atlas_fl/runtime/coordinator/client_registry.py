@@ -31,19 +31,15 @@ class SplitBackend(Protocol):
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the client's half of the job, its cut info); the server half begins anew."""
-        ...
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
         """The answer to a client's request; None where the client has to begin the job again."""
-        ...
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
         """The update of both halves; None where the client has to begin the job again."""
-        ...
 
     def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
-        ...
 
 
 @dataclass(eq=False)

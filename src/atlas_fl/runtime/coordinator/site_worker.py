@@ -114,23 +114,18 @@ class Policy(Protocol):
 
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Check a job by its head, before anything is loaded."""
-        ...
 
     def check_model(self, action: str, job: Job) -> None:
         """Check the model of a job and the tensors beside it, before anything is computed."""
-        ...
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Check the tensors of an answer, before it is sent."""
-        ...
 
     def check_host(self, head: Mapping[str, Any]) -> None:
         """Check a message to this client as a host."""
-        ...
 
     def check_final_model(self, params: Params) -> None:
         """Check the client's final model, before it is saved."""
-        ...
 
 
 class JobCancelledError(Exception):

@@ -141,7 +141,6 @@ class Exchange(Protocol):
 
     def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
         """The server's answer; blocks until it is there. Raises `ProtocolError` where there will be none."""
-        ...
 
 
 @dataclass(eq=False)
