@@ -61,13 +61,14 @@ class Unit:
 
 
 def units(federations: list[str], methods: list[str]) -> Iterator[Unit]:
-    """All units, the main methods of all federations first."""
+    """All units in the order of the plan's parts; a part without federations of its own has the common ones."""
     plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
-    for part in ("main", "others"):
-        for federation, flags in plan["federations"].items():
-            for method in plan[part]["methods"]:
+    common = plan.pop("federations")
+    for part in plan.values():
+        for federation, flags in part.get("federations", common).items():
+            for method in part["methods"]:
                 if (not federations or federation in federations) and (not methods or method in methods):
-                    counts = {"trials": plan[part]["trials"], "seeds": plan[part]["seeds"]}
+                    counts = {"trials": part["trials"], "seeds": part["seeds"]}
                     yield Unit(federation=federation, flags=flags, method=method, **counts)
 
 

@@ -33,7 +33,7 @@ def test_wrong_names_are_config_errors(own: str) -> None:
         find_tasks(["trec"], [f"movie={own}"])
     with pytest.raises(ConfigError, match="there is a task 'mine' already"):
         find_tasks([], [f"mine={own}", f"mine={own}"])
-    with pytest.raises(ConfigError, match="no task is named; known: ag_news, amazon, amazon_ratings, cifar10"):
+    with pytest.raises(ConfigError, match="no task is named; known: ag_news, amazon, amazon_ratings, arousal, cifar10"):
         find_tasks([])
 
 
@@ -42,8 +42,10 @@ def test_the_promised_tasks_are_registered() -> None:
     glue = {"sst2", "mrpc", "cola", "qnli", "qqp", "mnli", "rte", "wnli", "stsb"}
     images = {"digits", "fashion_mnist", "cifar10", "cifar100"}
     ratings = {"movie_ratings", "amazon_ratings", "nyt_ratings", "tweet_ratings"}
+    federations = {"valence", "arousal", "dominance", "senses", "given_names"}
+    federations |= {"editorials_30", "editorials_100", "reviews_30"}
     hub = {"imdb", "ag_news", "yelp", "squad", "e2e", "xsum"}
-    assert set(TASKS) == embedded | ratings | glue | hub | images
+    assert set(TASKS) == embedded | federations | ratings | glue | hub | images
     assert {name: TASKS[name].metric for name in ("cola", "mrpc", "qqp", "stsb", "mnli")} == {
         "cola": "mcc",
         "mrpc": "f1",

@@ -161,6 +161,6 @@ def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(tmp_pat
 def test_every_part_has_its_own_folder_and_names_its_hashes() -> None:
     for one in assets().values():
         assert all(len(digest) == 64 for digest in {**one.files, **one.packed}.values())
-    assert [one.group for one in assets().values()] == ["embedded", "embedded", "vision", "vision"]
+    assert [one.group for one in assets().values()] == ["embedded"] * 3 + ["vision"] * 2
     assert "not where the weights come from" in assets()["dinov2-vits14"].note
     assert assets()["fashion-mnist"].installer == "apt"

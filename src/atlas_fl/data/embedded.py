@@ -86,7 +86,7 @@ SMS = "sms-spam.csv"
 
 def read_ratings(path: Path, *, least: float | None) -> Rows:
     """Sentences with a mean rating of at least `least` from zero, label 1 is positive; without it all mean ratings."""
-    cells = [line.split("\t") for line in _lines(path)[1:]]
+    cells = [line.split("\t") for line in read_lines(path)[1:]]
     rating = np.asarray([float(cell[1]) for cell in cells])
     text = tuple(cell[2] for cell in cells)
     if least is None:
@@ -97,7 +97,7 @@ def read_ratings(path: Path, *, least: float | None) -> Rows:
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     """The distinct TREC questions with their coarse type as label, and the fine type of each."""
-    cells = [line.partition(" ") for line in _lines(path)]
+    cells = [line.partition(" ") for line in read_lines(path)]
     fines = sorted({fine for fine, _, _ in cells})
     text = tuple(question for _, _, question in cells)
     # Cleaned by the fine type: 15,452 lines hold 5,380 questions, of which one has two fine types and is left out.
@@ -136,7 +136,8 @@ def read_scramble(editorials: Path) -> Rows:
     return scramble(distinct.text, generator(SEED, "make", "scramble"))
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text that are not empty."""
     # splitlines would also cut at the separators that some texts hold, such as U+2028.
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
@@ -163,18 +164,18 @@ def _rated(name: str, file: str, what: str, *, least: float | None = None) -> Ta
     return _task(name, read, file, label_names=("negative", "positive"), note=note)
 
 
-_MOVIES, _PRODUCTS, _TWEETS = (
+_MOVIES, PRODUCTS, _TWEETS = (
     EDITORIALS.replace("nytEditorialSnippets", name)
     for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets")
 )
 EMBEDDED: tuple[Task, ...] = (
     # Only movie has rows enough to leave out all that are nearly neutral.
     _rated("movie", _MOVIES, "sentences of film reviews", least=0.5),
-    _rated("amazon", _PRODUCTS, "sentences of product reviews", least=0.1),
+    _rated("amazon", PRODUCTS, "sentences of product reviews", least=0.1),
     _rated("nyt_sentiment", EDITORIALS, "sentences of newspaper editorials", least=0.1),
     _rated("tweets", _TWEETS, "tweets", least=0.1),
     _rated("movie_ratings", _MOVIES, "sentences of film reviews"),
-    _rated("amazon_ratings", _PRODUCTS, "sentences of product reviews"),
+    _rated("amazon_ratings", PRODUCTS, "sentences of product reviews"),
     _rated("nyt_ratings", EDITORIALS, "sentences of newspaper editorials"),
     _rated("tweet_ratings", _TWEETS, "tweets"),
     _task(
