@@ -59,16 +59,7 @@ def load_vision(
         model, missing = load_stock(name, source, AutoModelForImageClassification, config)
         check_complete(name, missing)
         size = _processor_size(name, processor) if image_size is None else image_size
-        resample = int(processor.resample)
-        if resample not in RESAMPLE:
-            raise ModelError(f"model {name!r} resizes by Pillow's filter {resample}; known: {RESAMPLE}")
-        normalises = processor.do_normalize
-        normalisation = {
-            "mean": tuple(map(float, processor.image_mean)) if normalises else (0.0, 0.0, 0.0),
-            "std": tuple(map(float, processor.image_std)) if normalises else (1.0, 1.0, 1.0),
-            "rescale": float(processor.rescale_factor) if processor.do_rescale else 1.0,
-            "resample": RESAMPLE[resample],
-        }
+        normalisation = _normalisation(name, processor)
     _resize(name, model, size)
     if weights is not None:
         for key, parameter in model.base_model.named_parameters():
@@ -151,6 +142,20 @@ def _processor_size(name: str, processor: Any) -> int:
             " --image-size"
         )
     return size
+
+
+def _normalisation(name: str, processor: Any) -> dict[str, Any]:
+    """Mean, deviation, scale and filter of the model's own processor."""
+    resample = int(processor.resample)
+    if resample not in RESAMPLE:
+        raise ModelError(f"model {name!r} resizes by Pillow's filter {resample}; known: {RESAMPLE}")
+    normalises = processor.do_normalize
+    return {
+        "mean": tuple(map(float, processor.image_mean)) if normalises else (0.0, 0.0, 0.0),
+        "std": tuple(map(float, processor.image_std)) if normalises else (1.0, 1.0, 1.0),
+        "rescale": float(processor.rescale_factor) if processor.do_rescale else 1.0,
+        "resample": RESAMPLE[resample],
+    }
 
 
 def load_image_backbone(
