@@ -21,6 +21,7 @@ from atlas_fl.aggregation.matrices import Federation, share_warnings, without_ed
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
+from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
@@ -43,6 +44,7 @@ from atlas_fl.experiment.state import (
 from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, Part, RoundStart
+from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
@@ -81,7 +83,7 @@ def finish_round(
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
     training, number = assembly.config.training, state.round + 1
-    select = partial(_evaluate_and_select, assembly.config, engine, mixed, trained, number=number, cuts=cuts)
+    select = partial(_evaluate_and_select, assembly, engine, mixed, trained, number=number, cuts=cuts)
     outcome = select(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
     if outcome.final or not aggregated or score is None:
@@ -94,7 +96,7 @@ def finish_round(
 
 
 def _evaluate_and_select(
-    config: Config,
+    assembly: Assembly,
     engine: Engine,
     mixed: ByClient,
     trained: ByClient,
@@ -103,10 +105,16 @@ def _evaluate_and_select(
     cuts: Mapping[str, Cut],
     final: bool,
 ) -> RoundOutcome:
+    config = assembly.config
     evaluations: list[Update] = []
 
-    def evaluate(models: ByClient, split: Split, *, new_tokens: int = 0) -> dict[str, Update]:
-        options = EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=config.training.prior_correction)
+    def evaluate(models: ByClient, split: Split, *, new_tokens: int = 0, outcomes: bool = False) -> dict[str, Update]:
+        options = EvaluateOptions(
+            split=split,
+            new_tokens=new_tokens,
+            prior_correction=config.training.prior_correction,
+            outcomes=outcomes,
+        )
         jobs = [
             Job(client=name, params=params, round=number, options=options, cut=cuts.get(name))
             for name, params in models.items()
@@ -121,6 +129,12 @@ def _evaluate_and_select(
         local_scores = evaluate(trained, "validation")
         mixed_scores = evaluate({name: mixed[name] for name in trained}, "validation")
         client_models, kept_local = select_models(mixed, trained, local_scores, mixed_scores)
+    temperatures: ByClient = {}
+    if final and config.training.temperature_scaling:
+        tasks = {client.name: client.task.name for client in assembly.clients if client.task.has_classes}
+        validated = evaluate({name: client_models[name] for name in tasks}, "validation", outcomes=True)
+        temperatures = fit_temperatures({name: one.reported[OUTCOMES] for name, one in validated.items()}, tasks)
+        client_models = with_temperatures(client_models, temperatures)
     scores: dict[Split, Mapping[str, Update]] = {}
     if final or number % config.training.eval_every == 0:
         # ROUGE is of what the clients end with: writing costs a pass a token
@@ -132,6 +146,7 @@ def _evaluate_and_select(
         kept_local=kept_local,
         scores=scores,
         evaluations=tuple(evaluations),
+        temperatures=temperatures,
         final=final,
     )
 

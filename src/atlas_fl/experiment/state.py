@@ -19,6 +19,7 @@ from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config import Config
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart
+from atlas_fl.methods.temperature import TEMPERATURE, with_temperatures
 from atlas_fl.params import (
     HEAD,
     LORA_A,
@@ -133,6 +134,8 @@ class RoundOutcome:
     """Scores of these models; empty in a round without evaluation."""
     evaluations: tuple[Update, ...] = ()
     """Every answer to an evaluation."""
+    temperatures: ByClient = field(default_factory=dict)
+    """Temperatures that these models have in their heads (`methods.temperature`)."""
     final: bool = False
     """True if the run is over."""
     stopped: bool = False
@@ -370,7 +373,8 @@ class FederationState:
     """True if the run has ended, with its last round or before it."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, its `second` model and the `gate`
-    between that and the shared one, which never leave it, and `control`, the mean gradient of its last round."""
+    between that and the shared one, which never leave it, `control`, the mean gradient of its last round, and after the
+    last round of all the `temperature` of its logits."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""
@@ -397,12 +401,15 @@ class FederationState:
             by_client=self.by_client,
         )
         predictions = (part.predict(start) for part in parts_of_config(config))
-        return next((models for models in predictions if models), self.client_models)
+        models = next((models for models in predictions if models), self.client_models)
+        temperatures = self.of(TEMPERATURE)
+        return with_temperatures(models, temperatures) if temperatures else models
 
     def after(self, record: RoundRecord) -> "FederationState":
         """The state after this round."""
         scores = record.outcome.scores
         mean = mean_validation_score(scores)
+        fitted = {TEMPERATURE: record.outcome.temperatures} if record.outcome.temperatures else {}
         newest_scores = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
         return FederationState(
             round=record.round,
@@ -413,7 +420,7 @@ class FederationState:
             validation_scores=newest_scores or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},
             is_over=record.outcome.final,
-            by_client=self.with_newest(record.received.updates),
+            by_client={**self.with_newest(record.received.updates), **fitted},
         )
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
