@@ -1,9 +1,10 @@
 """Does phase 2 pay? Ranks by importance against one rank for all, each at its own rate; stopped and gone on with.
 
-A unit is one way of choosing ranks in one federation: one run at every rate on each development seed, then runs at the
-rate of the best validation score on the seeds of the comparison. A run is a row of the CSV file, written when it ends;
-rows that are there are not made again, and the folders of runs are deleted. A row holds scores, bytes, and what the
-delivered adapters `s B A` fill, averaged over modules and clients, with sigma_i the singular values of one of them:
+Each way of choosing ranks has one run at every rate on each development seed, then runs at the rate of the best
+validation score on the seeds of the comparison. What runs of a seed share is computed once. A run is a row of the CSV
+file, written when it ends; rows that are there are not made again, and the folders of runs are deleted. A row holds
+scores, bytes, and what the delivered adapters `s B A` fill, averaged over modules and clients, with sigma_i the singular
+values of one of them:
 
     effective rank     exp(-sum_i p_i log p_i), p_i = sigma_i / sum_j sigma_j     (Roy and Vetterli, EUSIPCO 2007)
     first four         sum_{i <= 4} sigma_i^2 / sum_i sigma_i^2
@@ -13,9 +14,9 @@ delivered adapters `s B A` fill, averaged over modules and clients, with sigma_i
     python benchmarks/ranks_pay.py --rows docs/results-ranks.csv --minutes 60   # one command, as often as it is stopped
     python benchmarks/ranks_pay.py --rows docs/results-ranks.csv --report       # the table from the rows alone
 
-Declared before the first run: the constants below. `quick-short` is `quick` with half of the rounds and half of the
-examples, because `quick` takes minutes a run; `label-skew` is eight clients of one task, ranks on the two uppermost
-blocks, on four kinds of devices.
+Declared before the first run: the constants below. `quick` takes minutes a run; `quick-trec` is its second task alone,
+four clients on the four kinds of devices with half of the examples; `label-skew` is eight clients of one task on the
+same devices, ranks on the two uppermost blocks.
 """
 
 import argparse
@@ -23,38 +24,44 @@ import csv
 import json
 import math
 import os
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-FEDERATIONS = {
-    "label-skew": "--preset label-skew --dial 3 --adapted-blocks 2 --eval-every 10 --strategy fedavg"
-    " --devices cpu_2gb tablet_4gb laptop_8gb gpu_16gb",
-    "quick-short": "--preset quick --samples 100 --rounds 6 --eval-every 6 --strategy fedavg_cluster",
-    "quick": "--preset quick --eval-every 12 --strategy fedavg_cluster",
-}
-LEARNING_RATES = {"label-skew": 5e-3, "quick-short": 1e-3, "quick": 1e-3}
+from atlas_fl import Config, find_preset, run_config, with_values
+from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+DEVICES = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
+QUICK_TREC = {
+    "preset": "quick", "tasks": ("trec",), "clients_per_task": 4, "samples": 100, "rounds": 8, "eval_every": 8,
+    "clusters": "oracle", "strategy": "fedavg_cluster",
+}  # fmt: skip
+FEDERATIONS: dict[str, dict[str, Any]] = {
+    "quick-trec": QUICK_TREC,
+    "label-skew": {
+        "preset": "label-skew", "dial": 3, "adapted_blocks": 2, "devices": DEVICES, "eval_every": 10,
+        "strategy": "fedavg",
+    },
+    "quick": {"preset": "quick", "eval_every": 12, "strategy": "fedavg_cluster"},
+}  # fmt: skip
+LEARNING_RATES = {"quick-trec": 1e-3, "label-skew": 5e-3, "quick": 1e-3}
 """The rates that the multiples are of: the model's own, and for two of six blocks half of the preset's for one."""
 RANKS = ("budget", "4", "64", "8", "uniform", "16", "matched")
-MULTIPLES = (0.5, 1.0, 2.0, 4.0)
+MULTIPLES = (2.0, 4.0, 1.0, 8.0, 0.5)
 DEVELOPMENT_SEEDS = (9003,)
 SEEDS = (3001, 3002, 3003)
-TAILS = (
-    "--preset smoke --tasks trec --clients-per-task 4 --samples 100 --rounds 8 --eval-every 8 --ranks budget"
-    " --candidates 2 4 8 16 --adapter-bytes 60000"
-)
-"""The federation in which the tail is looked at after each round: its devices' budgets are those of `TAIL_DEVICES`."""
+TAILS = {**QUICK_TREC, "ranks": "budget", "candidates": (2, 4, 8, 16, 32, 64), "keep_checkpoints": 99}
+"""The federation in which the tail is looked at after each round."""
 TAIL_RULES = ("fedavg", "flexlora", "raflora")
 FIELDS = (
     "federation", "ranks", "rule", "multiple", "seed", "purpose", "validation", "validation_loss", "test", "test_loss",
@@ -74,15 +81,15 @@ class Run:
     purpose: str
     """`tuning`, `test` or `tail`."""
 
-    def words(self, folder: str) -> list[str]:
-        """The command."""
-        if self.purpose == "tail":
-            flags = f"{TAILS} --strategy {self.rule} --keep-checkpoints 99"
-        else:
-            rate = LEARNING_RATES[self.federation] * self.multiple
-            flags = f"{FEDERATIONS[self.federation]} --ranks {self.ranks} --lr {rate:g}"
-        flags += f" --seed {self.seed} --alone none --runs-dir {folder}"
-        return [sys.executable, "-m", "atlas_fl", "run", *shlex.split(flags)]
+    def config(self, folder: str) -> Config:
+        """The config, whose folder is below `folder`."""
+        values = dict(TAILS if self.purpose == "tail" else FEDERATIONS[self.federation])
+        preset = find_preset(values.pop("preset"), dial=values.pop("dial", None))
+        if self.purpose != "tail":
+            values |= {"ranks": self.ranks, "lr": LEARNING_RATES[self.federation] * self.multiple}
+        return with_values(
+            preset, values | {"strategy": self.rule, "seed": self.seed, "alone": "none", "runs_dir": folder}
+        )
 
     def key(self) -> tuple[str, ...]:
         """What tells rows apart."""
@@ -170,25 +177,19 @@ def measure(run: Run, folder: Path) -> dict[str, str]:
     return dict(zip(FIELDS, run.key(), strict=False)) | words
 
 
-def run_once(run: Run, path: Path) -> bool:
-    """Make the row of this run and add it to the file; False where the run failed, which is printed."""
-    folder, began = tempfile.mkdtemp(prefix="ranks-pay-"), time.monotonic()
-    done = subprocess.run(run.words(folder), capture_output=True, text=True, check=False)
-    name = " ".join(run.key())
-    if done.returncode:
-        (reason, *_) = done.stderr.strip().splitlines()[-1:] or ["no reason"]
-        print(f"{name} failed: {reason}", flush=True)
-    else:
+def run_once(run: Run, path: Path) -> None:
+    """Make the row of this run and add it to the file."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ranks-pay-") as folder:
+        run_config(run.config(folder))
         row = measure(run, next(Path(folder).glob("*/summary.json")).parent)
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
-        print(f"{name}: {time.monotonic() - began:.0f} s, test {row['test']}", flush=True)
-    shutil.rmtree(folder)
-    return not done.returncode
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(f"{' '.join(run.key())}: {time.monotonic() - began:.0f} s, test {row['test']}", flush=True)
 
 
 def tuned_multiple(rows: list[dict[str, str]], federation: str, ranks: str) -> float:
@@ -208,17 +209,24 @@ def tuned_multiple(rows: list[dict[str, str]], federation: str, ranks: str) -> f
     return max(scores, key=lambda multiple: scores[multiple])
 
 
-def runs_of(federation: str, ranks: str, path: Path) -> Iterator[Run]:
-    """The runs of a unit in order; the rate of the later ones is read from the rows of the earlier ones."""
-    words = shlex.split(FEDERATIONS[federation])
-    rule = words[words.index("--strategy") + 1]
-    common = {"federation": federation, "ranks": ranks, "rule": rule}
+def runs_of(federation: str, choices: list[str], path: Path) -> Iterator[Run]:
+    """The runs of a federation; the rates of the later ones are read from the rows of the earlier ones."""
+    common = {"federation": federation, "rule": FEDERATIONS[federation]["strategy"]}
     for seed in DEVELOPMENT_SEEDS:
         for multiple in MULTIPLES:
-            yield Run(multiple=multiple, seed=seed, purpose="tuning", **common)
-    multiple = tuned_multiple(read_rows(path), federation, ranks)
+            for ranks in choices:
+                yield Run(multiple=multiple, seed=seed, purpose="tuning", ranks=ranks, **common)
+    multiples = {ranks: tuned_multiple(read_rows(path), federation, ranks) for ranks in choices}
     for seed in SEEDS:
-        yield Run(multiple=multiple, seed=seed, purpose="test", **common)
+        for ranks in choices:
+            yield Run(multiple=multiples[ranks], seed=seed, purpose="test", ranks=ranks, **common)
+
+
+def tail_runs() -> Iterator[Run]:
+    """The runs whose tails are looked at."""
+    for seed in SEEDS:
+        for rule in TAIL_RULES:
+            yield Run(federation="quick-trec", ranks="budget", rule=rule, multiple=1.0, seed=seed, purpose="tail")
 
 
 def report(rows: list[dict[str, str]]) -> None:
@@ -244,7 +252,7 @@ def report(rows: list[dict[str, str]]) -> None:
 
 
 def main() -> int:
-    """Run what is missing, as long as there is time; 0, or 1 where a run failed."""
+    """Run what is missing, as long as there is time; 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=Path("docs/results-ranks.csv"), help="the file of rows")
     parser.add_argument("--minutes", type=float, default=60, help="no run begins after so many minutes")
@@ -257,20 +265,13 @@ def main() -> int:
         report(read_rows(given.rows))
         return 0
     end = time.monotonic() + 60 * given.minutes
-    tail_runs = [
-        Run(federation="smoke", ranks="budget", rule=rule, multiple=1.0, seed=seed, purpose="tail")
-        for seed in SEEDS
-        for rule in TAIL_RULES
-    ]
-    units = [iter(tail_runs)]
-    if not given.tails:
-        units = [runs_of(federation, ranks, given.rows) for ranks in given.ranks for federation in given.federations]
-    for unit in units:
-        for run in unit:
+    units = [runs_of(federation, given.ranks, given.rows) for federation in given.federations]
+    with REUSED_RESULTS.remember():
+        for run in chain(*([tail_runs()] if given.tails else units)):
             if time.monotonic() > end:
-                return 0
-            if run.key() not in {key_of(row) for row in read_rows(given.rows)} and not run_once(run, given.rows):
-                return 1
+                break
+            if run.key() not in {key_of(row) for row in read_rows(given.rows)}:
+                run_once(run, given.rows)
     return 0
 
 

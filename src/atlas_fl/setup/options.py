@@ -16,6 +16,7 @@ from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
+from atlas_fl.ranks.allocation import CAPPED
 from atlas_fl.rng import generator
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
@@ -24,7 +25,17 @@ from atlas_fl.split.channel import Cut
 
 def scale_of(config: Config) -> Callable[[int], float]:
     """LoRA's factor of a rank under this config."""
-    return partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
+    return partial(lora_scale, alpha=lora_alpha_of(config), rslora=config.model.rslora)
+
+
+def lora_alpha_of(config: Config) -> float | None:
+    """LoRA's alpha under this config; None: twice each rank.
+
+    Adam moves every row of a factor by the rate, so s B A moves by s r: of `capped` all ranks have one alpha.
+    """
+    if config.model.lora_alpha is None and config.ranks.ranks == CAPPED:
+        return 2.0 * config.ranks.rank_cap
+    return config.model.lora_alpha
 
 
 def settings_for(config: Config, options: type) -> dict[str, Any]:
