@@ -3,8 +3,8 @@
 Each way of choosing ranks has one run at every rate on each development seed, then runs at the rate of the best
 validation score on the seeds of the comparison. What runs of a seed share is computed once. A run is a row of the CSV
 file, written when it ends; rows that are there are not made again, and the folders of runs are deleted. A row holds
-scores, bytes, and what the delivered adapters `s B A` fill, averaged over modules and clients, with sigma_i the singular
-values of one of them:
+scores, bytes, and what the delivered adapters `s B A` fill, averaged over modules and clients, with sigma_i the
+singular values of one of them:
 
     effective rank     exp(-sum_i p_i log p_i), p_i = sigma_i / sum_j sigma_j     (Roy and Vetterli, EUSIPCO 2007)
     first four         sum_{i <= 4} sigma_i^2 / sum_i sigma_i^2
