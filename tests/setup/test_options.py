@@ -4,7 +4,7 @@ import pytest
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.setup.options import lora_alpha_of, paper_notes, scale_of, train_options, warmup_options
+from atlas_fl.setup.options import paper_notes, scale_of, train_options, warmup_options
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_the_plan_says_what_differs_between_a_method_and_its_paper(values, tasks
 
 
 @pytest.mark.parametrize(
-    ("changes", "alpha", "scale_of_4"),
+    ("changes", "scales"),  # at ranks 4, 16 and 64
     [
-        ({}, 16.0, 4.0),  # twice the cap of 8, over the rank
-        ({"rank_cap": 4}, 8.0, 2.0),
-        ({"rslora": True}, 16.0, 8.0),
-        ({"lora_alpha": 6.0}, 6.0, 1.5),
-        ({"ranks": "4"}, None, 2.0),
-        ({"ranks": "budget", "rank_cap": 4}, None, 2.0),
+        ({}, (4, 2, 1)),
+        ({"rslora": True}, (4, 2, 1)),
+        ({"lora_alpha": 8.0}, (2, 0.5, 0.125)),
+        ({"ranks": "4"}, (2, 2, 2)),
+        ({"ranks": "budget", "rank_cap": 4}, (2, 2, 2)),
+        ({"ranks": "budget", "rslora": True}, (4, 8, 16)),
     ],
 )
-def test_ranks_below_the_cap_have_one_alpha_and_explicit_ranks_twice_their_own(
-    changes: dict[str, object], alpha: float | None, scale_of_4: float
+def test_the_scale_falls_with_the_root_of_the_rank_by_default_and_explicit_ranks_keep_theirs(
+    changes: dict[str, object], scales: tuple[float, ...]
 ) -> None:
-    config = with_values(Config(), changes)
-    assert lora_alpha_of(config) == alpha and scale_of(config)(4) == pytest.approx(scale_of_4)
+    scale = scale_of(with_values(Config(), changes))
+    assert [scale(rank) for rank in (4, 16, 64)] == pytest.approx(scales)

@@ -376,7 +376,7 @@ class ModelConfig:
     adapted_blocks: Annotated[int | None, Range(least=1), Mark.OF_ADAPTERS] = None
     """LoRA on this many uppermost blocks alone; all by default."""
     lora_alpha: Annotated[float | None, Range(above=0), Mark.OF_ADAPTERS] = None
-    """LoRA alpha; by default twice `--rank-cap` with `--ranks capped`, else twice the rank."""
+    """LoRA alpha; by default twice the rank, and with `--ranks capped` 8 over the square root of the rank."""
     rslora: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0

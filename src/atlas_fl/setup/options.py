@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
@@ -22,20 +22,31 @@ from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.split.channel import Cut
 
+CAPPED_ALPHA = 8.0
+"""Alpha of `capped`: the scale is 2 at rank 16, as it is everywhere else."""
+
+
+class LoraScale(TypedDict):
+    """Arguments of `lora_scale` beside the rank."""
+
+    alpha: float | None
+    rslora: bool
+
 
 def scale_of(config: Config) -> Callable[[int], float]:
     """LoRA's factor of a rank under this config."""
-    return partial(lora_scale, alpha=lora_alpha_of(config), rslora=config.model.rslora)
+    return partial(lora_scale, **lora_of(config))
 
 
-def lora_alpha_of(config: Config) -> float | None:
-    """LoRA's alpha under this config; None: twice each rank.
+def lora_of(config: Config) -> LoraScale:
+    """The arguments of `lora_scale` under this config.
 
-    Adam moves every row of a factor by the rate, so s B A moves by s r: of `capped` all ranks have one alpha.
+    At one scale for all ranks the best learning rate falls as 1 / sqrt(rank) (`benchmarks/ranks_pay.py`), so `capped`
+    scales by alpha / sqrt(rank), unless an alpha is given.
     """
     if config.model.lora_alpha is None and config.ranks.ranks == CAPPED:
-        return 2.0 * config.ranks.rank_cap
-    return config.model.lora_alpha
+        return {"alpha": CAPPED_ALPHA, "rslora": True}
+    return {"alpha": config.model.lora_alpha, "rslora": config.model.rslora}
 
 
 def settings_for(config: Config, options: type) -> dict[str, Any]:
