@@ -4,7 +4,7 @@ import pytest
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.setup.options import paper_notes, train_options, warmup_options
+from atlas_fl.setup.options import paper_notes, scale_of, train_options, warmup_options
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,21 @@ def test_the_plan_says_what_differs_between_a_method_and_its_paper(values, tasks
     lines = paper_notes(config, find_tasks(tasks), is_full=is_full)
     start = f"{config.mixing.strategy}, other than in its paper: "
     assert [line.removeprefix(start)[: len(words or "")] for line in lines] == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),  # at ranks 4, 16 and 64
+    [
+        ({}, (4, 2, 1)),
+        ({"rslora": True}, (4, 2, 1)),
+        ({"lora_alpha": 8.0}, (2, 0.5, 0.125)),
+        ({"ranks": "4"}, (2, 2, 2)),
+        ({"ranks": "budget", "rank_cap": 4}, (2, 2, 2)),
+        ({"ranks": "budget", "rslora": True}, (4, 8, 16)),
+    ],
+)
+def test_the_scale_falls_with_the_root_of_the_rank_by_default_and_explicit_ranks_keep_theirs(
+    changes: dict[str, object], scales: tuple[float, ...]
+) -> None:
+    scale = scale_of(with_values(Config(), changes))
+    assert [scale(rank) for rank in (4, 16, 64)] == pytest.approx(scales)

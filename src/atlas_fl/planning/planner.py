@@ -47,7 +47,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, paper_notes, strategy_of
+from atlas_fl.setup.options import cut_of, lora_of, paper_notes, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.ledger import LedgerRow
@@ -128,7 +128,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         adjacency=graph.adjacency,
         importance=importance,
         layer_of={} if assembly.is_full else assembly.layer_of,
-        lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
+        lora={**lora_of(config)},
         clustering=discovery.report,
         data=data,
         sparse=sparse_report(mask, config.sparse),
