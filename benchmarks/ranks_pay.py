@@ -112,7 +112,8 @@ def key_of(row: Mapping[str, str]) -> tuple[str, ...]:
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
     """The singular values of B A, falling, float64, by the QR factors of both."""
     right, left = torch.linalg.qr(a.double().T)[1], torch.linalg.qr(b.double())[1]
-    return torch.linalg.svdvals(left @ right.T)
+    values: Tensor = torch.linalg.svdvals(left @ right.T)
+    return values
 
 
 def effective_rank(sigma: Tensor) -> float:

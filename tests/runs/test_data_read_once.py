@@ -37,7 +37,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setitem(formats.FORMATS, ".csv", counted(formats.FORMATS[".csv"], lambda _, path, __: path.name))
-    monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
+    monkeypatch.setattr(embedded, "read_lines", counted(embedded.read_lines, lambda path: path.name))
     monkeypatch.setattr(cleaning, "split_rows", counted(cleaning.split_rows, lambda _, *, name, **__: name))
     forget()
     return counts

@@ -36,7 +36,7 @@ def test_all_forms_of_examples_are_one_file(tmp_path: Path) -> None:
     config = own_data(*rows, rounds=2)
     assert (config.training.rounds, config.data.tasks, config.data.devices) == (2, (), ("laptop_8gb",))
     assert (config.data.samples, config.data.test_samples, federation_name(config)) == (None, None, "triage")
-    assert config.ranks.ranks == "8" and own_data(*rows, devices=("cpu_2gb",)).ranks.ranks == "capped"
+    assert config.ranks.ranks == "8" and own_data(*rows, devices=("cpu_2gb",)).ranks.ranks == "budget"
     clients = clients_of(config)
     assert [client.name for client in clients] == ["north", "south"]
     assert sum(len(rows) for client in clients for rows in client.splits.values()) == 120

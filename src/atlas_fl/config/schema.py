@@ -439,7 +439,7 @@ class ClusteringConfig:
 class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
-    ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "capped"
+    ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
     """`capped` (`budget` up to `--rank-cap`), `budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or
     one rank for every layer and client."""
     rank_cap: Annotated[int, Range(least=1, at_site=1024)] = 8
