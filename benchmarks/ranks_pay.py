@@ -56,7 +56,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEARNING_RATES = {"quick-trec": 1e-3, "label-skew": 5e-3, "quick": 1e-3}
 """The rates that the multiples are of: the model's own, and for two of six blocks half of the preset's for one."""
-RANKS = ("budget", "4", "64", "8", "uniform", "16", "matched")
+RANKS = ("budget", "4", "64", "capped", "8", "uniform", "16", "matched")
 MULTIPLES = (2.0, 4.0, 1.0, 8.0, 0.5)
 DEVELOPMENT_SEEDS = (9003,)
 SEEDS = (3001, 3002, 3003)
@@ -112,7 +112,8 @@ def key_of(row: Mapping[str, str]) -> tuple[str, ...]:
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
     """The singular values of B A, falling, float64, by the QR factors of both."""
     right, left = torch.linalg.qr(a.double().T)[1], torch.linalg.qr(b.double())[1]
-    return torch.linalg.svdvals(left @ right.T)
+    values: Tensor = torch.linalg.svdvals(left @ right.T)
+    return values
 
 
 def effective_rank(sigma: Tensor) -> float:
