@@ -56,7 +56,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEARNING_RATES = {"quick-trec": 1e-3, "label-skew": 5e-3, "quick": 1e-3}
 """The rates that the multiples are of: the model's own, and for two of six blocks half of the preset's for one."""
-RANKS = ("budget", "4", "64", "8", "uniform", "16", "matched")
+RANKS = ("budget", "4", "64", "capped", "8", "uniform", "16", "matched")
 MULTIPLES = (2.0, 4.0, 1.0, 8.0, 0.5)
 DEVELOPMENT_SEEDS = (9003,)
 SEEDS = (3001, 3002, 3003)

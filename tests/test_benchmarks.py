@@ -6,9 +6,14 @@ Whether the rest of them fits the package is for the type checker to find.
 import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from atlas_fl.cli.arguments import base_config, split
+from atlas_fl.config import validate
+from atlas_fl.methods.registry import METHODS, RULES
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
@@ -33,3 +38,44 @@ def test_a_benchmark_has_the_flags_that_documents_give_it(path: Path) -> None:
     assert lines, "no document says how it is run"
     known = set(re.findall(r'"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
     assert {flag for line in lines for flag in FLAG.findall(line)} <= known
+
+
+PLAN = tomllib.loads((ROOT / "benchmarks/equal_terms.toml").read_text(encoding="utf-8"))
+FEDERATIONS = {name: flags for part in ({}, *PLAN.values()) for name, flags in part.get("federations", {}).items()}
+FEDERATIONS |= PLAN["federations"]
+
+
+def declared(*federations: str, rows: Path | None = None) -> list[str]:
+    """The units of these federations, all or those that a file of rows lacks."""
+    module = runpy.run_path(str(ROOT / "benchmarks/equal_terms.py"))
+    units = module["units"](list(federations), [])
+    return [f"{unit.federation} {unit.method}" for unit in units if rows is None or not unit.is_done(rows)]
+
+
+@pytest.mark.parametrize("flags", FEDERATIONS.values(), ids=FEDERATIONS)
+def test_a_declared_federation_is_a_preset_of_its_own_that_can_be_run(flags: str) -> None:
+    """Rows are told apart by preset and dial alone, so no two federations may have the same."""
+    words = [word for word in flags.split() if not word.startswith("build/")]
+    config = validate(base_config(split(words[: 2 * (len(words) // 2)])))
+    same = [other for other in FEDERATIONS.values() if f"{other} ".startswith(f"--preset {config.run.preset} ")]
+    assert same == [flags]
+
+
+def test_declared_units_are_known_methods_each_once_in_every_federation_of_its_part() -> None:
+    units = declared()
+    assert len(set(units)) == len(units)
+    assert {unit.split()[1] for unit in units} <= {**METHODS, **RULES}.keys()
+    for part in ("new", "new_and_large"):
+        expected = [f"{name} {method}" for name in PLAN[part]["federations"] for method in PLAN[part]["methods"]]
+        assert declared(*PLAN[part]["federations"]) == expected
+
+
+def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
+    rows, line = tmp_path / "rows.csv", "{0},,{1},{2},{3}\n"
+    tuned = [line.format("clothes", "fedavg", seed, "yes") for seed in range(5)]
+    other = [line.format("clothes", "ditto", seed, "") for seed in range(5)]
+    rows.write_text("preset,dial,strategy,seed,tuning\n" + "".join(tuned + other))
+    missing = declared("clothes", rows=rows)
+    assert "clothes fedavg" not in missing and "clothes ditto" in missing and len(missing) == 7
+    rows.write_text(rows.read_text().replace("clothes,,fedavg,4,yes\n", ""))
+    assert declared("clothes", rows=rows)[1] == "clothes fedavg"

@@ -443,7 +443,7 @@ class RanksConfig:
     """`capped` (`budget` up to `--rank-cap`), `budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or
     one rank for every layer and client."""
     rank_cap: Annotated[int, Range(least=1, at_site=1024)] = 8
-    """Largest rank of `capped`, or the smallest candidate if that is larger: rounds fill no more
+    """Largest rank of `capped`, or the smallest candidate if that is larger; more gained no score
     (`benchmarks/ranks_pay.py`)."""
     candidates: Annotated[
         tuple[int, ...],

@@ -216,7 +216,7 @@ def fit_clients(
     if sent < uncapped:
         notes.append(
             f"--rank-cap {config.ranks.rank_cap}: {sent / 1e6:,.1f} MB of adapters up in a round of all clients,"
-            f" {1 - sent / uncapped:.0%} less than the {uncapped / 1e6:,.1f} MB of --ranks budget; rounds fill no more"
+            f" {1 - sent / uncapped:.0%} less than the {uncapped / 1e6:,.1f} MB of --ranks budget"
         )
     cut_clients = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit.cut is not None]
     if cut_clients:

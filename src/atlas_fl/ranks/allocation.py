@@ -8,8 +8,8 @@ in bytes, and returns the index of each layer's candidate, int64 (layers,). Ever
 ranks fit. All rules share one frame, so every one of them validates alike and none is ever over budget:
 
 - `budget`: ranks in proportion to importance (algorithm 1 of the first ATLAS, with a rounding that adds up).
-- `capped`: the same up to the rank that rounds fill, `assign_ranks(cap=...)`; where that is enough for all layers
-  importance decides nothing.
+- `capped`: the same up to a largest rank, `assign_ranks(cap=...)`; where all layers reach it, importance decides
+  nothing.
 - `matched`: the same, limited to the bytes that `uniform` uses: only the shape differs, for a fair comparison.
 - `greedy`: the next step always where importance per byte is largest. The utility sum I * r is linear, so the most
   important layer is filled to its largest rank before the next one gets anything.

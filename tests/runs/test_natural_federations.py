@@ -1,0 +1,25 @@
+"""Federations whose data name their clients: one short run each, with the real model and data."""
+
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.config import with_values
+from atlas_fl.config.presets import find_preset
+from atlas_fl.data.registry import TASKS
+from atlas_fl.experiment.run import run_config
+
+QUICK = {"strategy": "fedavg", "rounds": 1, "samples": 16, "validation_samples": 8, "test_samples": 8, "alone": "none"}
+PRESETS = ("raters", "senses", "senses-all-blocks", "countries", "countries-in-and-out", "editorials", "reviews")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", (*PRESETS, "editorials-100"))
+def test_a_federation_runs_and_every_client_of_the_data_is_scored(preset: str, tmp_path: Path) -> None:
+    config = with_values(find_preset(preset), {**QUICK, "runs_dir": str(tmp_path)})
+    clients = run_config(config).summary["clients"]
+    names = [client for task in config.data.tasks for client in TASKS[task].clients]
+    if preset == "raters":  # the same groups in three tasks
+        names = [f"{task}-{client}" for task in config.data.tasks for client in TASKS[task].clients]
+    assert sorted(clients) == sorted(names)
+    assert all(0 <= entry["final"]["test"]["primary"] <= 1 for entry in clients.values())
