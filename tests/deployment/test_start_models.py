@@ -26,7 +26,7 @@ FIRST = initial({"q": 4})
 
 
 def known(**values: object) -> StartModels:
-    config = with_values(Config(), {"space": "factors", **values})
+    config = with_values(Config(), {"space": "factors", "ranks": "budget", **values})
     return StartModels(config=config, initial=initial, options=OPTIONS, steps=10)
 
 
