@@ -5,8 +5,8 @@ comparison (`atlas compare --trials`). Its rows go to a CSV file with the record
 deleted. Units whose rows are there are not run again; rows of settings that mean something else by now are refused
 by `atlas results`. The pages of results are made from the file alone.
 
-    python benchmarks/equal_terms.py --rows docs/results.csv --jobs 2 --minutes 60
-    atlas results docs/results.csv --control fedavg --all --to docs/results.md
+    python benchmarks/equal_terms.py --rows benchmarks/equal_terms.csv --jobs 2 --minutes 60
+    atlas results benchmarks/equal_terms.csv --control fedavg --all --to docs/results.md
 """
 
 import argparse
@@ -75,7 +75,7 @@ def units(federations: list[str], methods: list[str]) -> Iterator[Unit]:
 def main() -> int:
     """Run what is missing, as long as there is time; 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, default=Path("docs/results.csv"), help="the file of rows")
+    parser.add_argument("--rows", type=Path, default=Path("benchmarks/equal_terms.csv"), help="the file of rows")
     parser.add_argument("--jobs", type=int, default=2, help="units at once")
     parser.add_argument("--minutes", type=float, default=60, help="no unit begins after so many minutes")
     parser.add_argument("--federations", nargs="*", default=[], help="these alone")

@@ -461,7 +461,7 @@ def test_models_that_give_no_numbers_are_told_and_count_as_wrong(config: Make, m
 
 
 def test_the_plan_stops_ranks_at_the_cap_and_says_what_that_saves(config: Make) -> None:
-    free, capped = make_plan(config(ranks="budget")), make_plan(config(rank_cap=4))
+    free, capped = make_plan(config(ranks="budget")), make_plan(config(ranks="capped", rank_cap=4))
     sums = [sum(sum(client.ranks) for client in plan.clients) for plan in (free, capped)]
     assert max(rank for client in capped.clients for rank in client.ranks) == 4 < sums[0] - sums[1]
     (note,) = (note for note in capped.notes if "--rank-cap" in note)

@@ -69,7 +69,7 @@ def test_the_plan_says_what_differs_between_a_method_and_its_paper(values, tasks
         ({"ranks": "capped", "rslora": True}, (4, 2, 1)),
         ({"ranks": "capped", "lora_alpha": 8.0}, (2, 0.5, 0.125)),
         ({"ranks": "4"}, (2, 2, 2)),
-        ({"ranks": "budget", "rank_cap": 4}, (2, 2, 2)),
+        ({"ranks": "budget"}, (2, 2, 2)),
         ({"ranks": "budget", "rslora": True}, (4, 8, 16)),
     ],
 )
