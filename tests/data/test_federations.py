@@ -2,9 +2,9 @@
 
 import csv
 import gzip
-import itertools
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -106,9 +106,7 @@ def test_senses_are_five_questions_about_1402_words() -> None:
 def test_a_countrys_names_stand_in_its_own_column_of_the_list() -> None:
     """The head of the list says where, by a bar below the name of each country."""
     lines = (asset_dir(embedded_dir(), "gender-guesser") / "nam_dict.txt").read_text(encoding="utf-8").split("\n")
-    heads = {
-        line[1:-1].strip(" $|"): below.index("|") - 30 for line, below in itertools.pairwise(lines) if "|" in below
-    }
+    heads = {line[1:-1].strip(" $|"): below.index("|") - 30 for line, below in pairwise(lines) if "|" in below}
     spelled = {"usa": "U.S.A.", "france": "France", "kosovo": "Kosovo", "turkey": "Turkey", "japan": "Japan"}
     assert {client: heads[word] for client, word in spelled.items()} == {
         client: COUNTRIES[client] for client in spelled

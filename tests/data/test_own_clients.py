@@ -333,15 +333,18 @@ def test_files_of_clients_that_are_not_there_or_not_asked_for(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"clients_per_task": 5}, "client= of --task says who the clients are, and --clients-per-task 5 how many"),
-        ({"partition": "dirichlet"}, "has dealt the examples out, and --partition dirichlet would deal them again"),
-        ({"nc": "2"}, "and --nc 2 would deal them again"),
+        ({"clients_per_task": 5}, "the data name the clients .*, and --clients-per-task 5 says how many"),
+        (
+            {"partition": "dirichlet"},
+            "and --partition dirichlet would deal their examples out again; take --partition natural",
+        ),
+        ({"nc": "2"}, "and --nc 2 would deal their examples out again"),
         (
             {"client_sizes": (9,)},
-            "and --client-sizes 9 would deal them again; leave it out or take a preset",
+            "and --client-sizes 9 would deal their examples out again; leave it out or take a preset",
         ),
-        ({"test_mix": "task"}, "--task says what a client is tested on, and --test-mix task would choose it anew"),
-        ({"one_task": True}, "names the clients of one task, and --one-task makes clients of several sources"),
+        ({"test_mix": "task"}, "what each is tested on, and --test-mix task would choose it anew"),
+        ({"one_task": True}, "the clients of one task .*, and --one-task makes clients of several sources"),
         ({"clusters": "4"}, "--clusters is '4'; allowed: auto, oracle, or a number from 1 to 2, the number of clients"),
     ],
 )
