@@ -174,7 +174,7 @@ def _stack(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class _BatchedLinear(torch.autograd.Function):
     """`_PackedLinear` without gates, with one product for all clients.
 
-    `masked` is the inverted-dropout mask of the row (tokens, d_in), or None. The `tensors` are A and B of client after
+    `mask` is the inverted-dropout mask of the row (tokens, d_in), or None. The `tensors` are A and B of client after
     client, of their own dtype.
     """
 
@@ -182,7 +182,7 @@ class _BatchedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        masked: Tensor | None,
+        mask: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         batch: _ClientBatch,
@@ -191,25 +191,25 @@ class _BatchedLinear(torch.autograd.Function):
         out = x @ weight if bias is None else torch.addmm(bias, x, weight)
         a = _stack(tensors[::2], x.dtype)
         b = _stack([factor.T for factor in tensors[1::2]], x.dtype)  # (clients, rank, d_out)
-        low = torch.bmm(batch.rows(x if masked is None else x * masked), a.mT).mul_(batch.scale)
+        low = torch.bmm(batch.rows(x if mask is None else x * mask), a.mT).mul_(batch.scale)
         out += batch.tokens(torch.bmm(low, b))
-        ctx.save_for_backward(x, weight, masked, a, b, low)
+        ctx.save_for_backward(x, weight, mask, a, b, low)
         ctx.batch, ctx.ranks, ctx.dtype = batch, [factor.shape[0] for factor in tensors[::2]], tensors[0].dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, masked, a, b, low = ctx.saved_tensors
+        x, weight, mask, a, b, low = ctx.saved_tensors
         batch: _ClientBatch = ctx.batch
         upper = batch.rows(grad)
         upper.flatten(0, 1).index_fill_(0, batch.padding, 0.0)
         lower = torch.bmm(upper, b.mT).mul_(batch.scale)  # (clients, longest, rank)
-        grad_a = torch.bmm(lower.mT, batch.rows(x if masked is None else x * masked)).to(ctx.dtype)
+        grad_a = torch.bmm(lower.mT, batch.rows(x if mask is None else x * mask)).to(ctx.dtype)
         grad_b = torch.bmm(upper.mT, low).to(ctx.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x, inner = grad @ weight.T, batch.tokens(torch.bmm(lower, a))
-            grad_x = grad_x.add_(inner) if masked is None else grad_x.addcmul_(inner, masked)
+            grad_x = grad_x.add_(inner) if mask is None else grad_x.addcmul_(inner, mask)
         pairs = zip(grad_a, grad_b, ctx.ranks, strict=True)
         grads = [one for own_a, own_b, rank in pairs for one in (own_a[:rank], own_b[:, :rank])]
         needed = ctx.needs_input_grad[5:]
