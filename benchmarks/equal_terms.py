@@ -1,9 +1,10 @@
 """Every method in every federation on equal terms, to be stopped and gone on with; the rows are the results.
 
-A unit is one method in one federation: its trials on development seeds, then the chosen settings on the seeds of the
-comparison (`atlas compare --trials`). Its rows go to a CSV file with the record of its tuning, and its folders are
-deleted. Units whose rows are there are not run again; rows of settings that mean something else by now are refused
-by `atlas results`. The pages of results are made from the file alone.
+A unit is a few methods in one federation: their trials on development seeds, then the chosen settings on the seeds of
+the comparison (`atlas compare --trials`), in one process, where they share what they have in common. Its rows go to a
+CSV file with the record of its tuning, and its folders are deleted. Methods whose rows are there are not run again;
+rows of settings that mean something else by now are refused by `atlas results`. The pages of results are made from
+the file alone.
 
     python benchmarks/equal_terms.py --rows benchmarks/equal_terms.csv --jobs 2 --minutes 60
     atlas results benchmarks/equal_terms.csv --control fedavg --all --to docs/results.md
@@ -31,58 +32,67 @@ PLAN = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One method in one federation."""
+    """Methods in one federation."""
 
     federation: str
     flags: str
-    method: str
+    methods: tuple[str, ...]
     trials: int
     seeds: int
 
     def command(self, folder: Path) -> list[str]:
-        """The comparison of this method with itself, whose folders and rows are below the folder."""
-        words = f"--strategies {self.method} --trials {self.trials} --seeds {self.seeds} --runs-dir"
+        """The comparison of these methods, whose folders and rows are below the folder."""
+        words = f"--strategies {' '.join(self.methods)} --trials {self.trials} --seeds {self.seeds} --runs-dir"
         return [sys.executable, "-m", "atlas_fl", "compare", *shlex.split(f"{self.flags} {words}"), str(folder)]
 
-    def is_done(self, rows: Path) -> bool:
-        """Return whether the file has a row of each seed, tuned."""
-        if not rows.exists():
-            return False
-        flags = dict(zip(*[iter(shlex.split(self.flags))] * 2, strict=True))
-        with rows.open(newline="") as file:
-            seeds = {
-                row["seed"]
-                for row in csv.DictReader(file)
-                if (row["preset"], row["dial"], row["strategy"])
-                == (flags["--preset"], flags.get("--dial", ""), self.method)
-                and row["tuning"]
-            }
-        return len(seeds) >= self.seeds
+
+def is_done(rows: Path, flags: str, method: str, seeds: int) -> bool:
+    """Return whether the file has a row of each seed of this method, tuned."""
+    if not rows.exists():
+        return False
+    values = dict(zip(*[iter(shlex.split(flags))] * 2, strict=True))
+    wanted = values["--preset"], values.get("--dial", ""), method
+    with rows.open(newline="") as file:
+        done = {
+            row["seed"]
+            for row in csv.DictReader(file)
+            if (row["preset"], row["dial"], row["strategy"]) == wanted and row["tuning"]
+        }
+    return len(done) >= seeds
 
 
-def units(federations: list[str], methods: list[str]) -> Iterator[Unit]:
-    """All units in the order of the plan's parts; a part without federations of its own has the common ones."""
+def missing_units(rows: Path, federations: list[str], methods: list[str], together: int) -> Iterator[Unit]:
+    """What the file lacks, in the order of the plan's parts; a part without federations of its own has the common."""
     plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
     common = plan.pop("federations")
     for part in plan.values():
         for federation, flags in part.get("federations", common).items():
-            for method in part["methods"]:
-                if (not federations or federation in federations) and (not methods or method in methods):
-                    counts = {"trials": part["trials"], "seeds": part["seeds"]}
-                    yield Unit(federation=federation, flags=flags, method=method, **counts)
+            wanted = [
+                method
+                for method in part["methods"]
+                if (not federations or federation in federations)
+                and (not methods or method in methods)
+                and not is_done(rows, flags, method, part["seeds"])
+            ]
+            for begin in range(0, len(wanted), together):
+                counts = {"trials": part["trials"], "seeds": part["seeds"]}
+                yield Unit(
+                    federation=federation, flags=flags, methods=tuple(wanted[begin : begin + together]), **counts
+                )
 
 
 def main() -> int:
     """Run what is missing, as long as there is time; 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=Path("benchmarks/equal_terms.csv"), help="the file of rows")
+    parser.add_argument("--together", type=int, default=4, help="methods of a unit")
     parser.add_argument("--jobs", type=int, default=2, help="units at once")
     parser.add_argument("--minutes", type=float, default=60, help="no unit begins after so many minutes")
     parser.add_argument("--federations", nargs="*", default=[], help="these alone")
     parser.add_argument("--methods", nargs="*", default=[], help="these alone")
     given = parser.parse_args()
     end, writing = time.monotonic() + 60 * given.minutes, Lock()
-    missing = [unit for unit in units(given.federations, given.methods) if not unit.is_done(given.rows)]
+    missing = list(missing_units(given.rows, given.federations, given.methods, given.together))
     print(f"{len(missing)} units are missing", flush=True)
 
     def run(unit: Unit) -> None:
@@ -91,7 +101,7 @@ def main() -> int:
         began = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="equal-terms-"))
         done = subprocess.run(unit.command(folder), capture_output=True, text=True, check=False)
-        words = f"{unit.federation} {unit.method}: {time.monotonic() - began:.0f} s"
+        words = f"{unit.federation} {' '.join(unit.methods)}: {time.monotonic() - began:.0f} s"
         if done.returncode:
             (reason, *_) = done.stderr.strip().splitlines()[-1:] or ["no reason"]
             print(f"{words}, failed: {reason}", flush=True)

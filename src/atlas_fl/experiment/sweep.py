@@ -249,8 +249,10 @@ def run_all(
 
     states = [run_state(point.config) for point in points]
     if jobs is None:
+        # what runs share is at hand while runs of one seed and rate follow each other
+        in_order = sorted(zip(points, states), key=lambda run: (run[0].config.run.seed, run[0].config.training.lr or 0))
         with REUSED_RESULTS.remember():
-            for index, (point, state) in enumerate(zip(points, states)):
+            for index, (point, state) in enumerate(in_order):
                 on_run(index, point, state)
                 if state != "finished":
                     run_config(point.config, on_event=on_event, resume=True)
