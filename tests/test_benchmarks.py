@@ -48,8 +48,8 @@ FEDERATIONS |= PLAN["federations"]
 def declared(*federations: str, rows: Path | None = None) -> list[str]:
     """The units of these federations, all or those that a file of rows lacks."""
     module = runpy.run_path(str(ROOT / "benchmarks/equal_terms.py"))
-    units = module["units"](list(federations), [])
-    return [f"{unit.federation} {unit.method}" for unit in units if rows is None or not unit.is_done(rows)]
+    units = module["missing_units"](rows or Path("no.csv"), list(federations), [], together=3)
+    return [f"{unit.federation} {method}" for unit in units for method in unit.methods]
 
 
 @pytest.mark.parametrize("flags", FEDERATIONS.values(), ids=FEDERATIONS)
