@@ -119,7 +119,7 @@ def asset_component(part: Asset) -> dict[str, Any]:
         for path, value in part.package_files.items()
     ]
     return {
-        "type": "machine-learning-model" if part.name in ("minilm", "dinov2-vits14") else "data",
+        "type": "machine-learning-model" if part.name in ("minilm", "dinov2-vits14", "smollm2-135m") else "data",
         "bom-ref": f"atlas-fetch:{part.name}",
         "name": name,
         **({"version": version} if version else {}),

@@ -23,12 +23,11 @@ from atlas_fl.storage.assets import Asset
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import set_aside
 
-
 CONVERTERS: Mapping[str, str] = {
     "onnx": "atlas_fl.storage.onnx_vit",
     "gguf": "atlas_fl.storage.gguf_smollm2",
 }
-"""Module whose `convert(packed, files)` makes the files of a part, by the package that it reads the packed ones with."""
+"""Module whose `convert(packed, files)` makes the files of a part, by the package that reads the packed ones."""
 
 
 def fetch_assets(assets: Iterable[Asset], cache_dir: Path, *, report: Callable[[str], None]) -> None:
