@@ -90,7 +90,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(INSTALL) dev flower ray search xlsx
+	$(INSTALL) dev flower ray search xlsx llm
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp

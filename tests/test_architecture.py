@@ -28,6 +28,7 @@ OWNERS = {
     "logging": "storage/",
     "cryptography": "runtime/transport/certificates.py",
     "onnx": "storage/",
+    "gguf": "storage/gguf_smollm2.py",
     "PIL": "data/",
     "optuna": "experiment/search.py",
     "wandb": "report/trackers/wandb.py",
@@ -146,4 +147,4 @@ def test_no_test_of_an_extra_is_skipped_where_make_test_runs() -> None:
     there = {re.match(r"[\w-]+", needed)[0] for extra in installed.split() for needed in extras[extra]}
     needs = re.compile(r'^(?:pytest\.importorskip|if importlib\.util\.find_spec)\("(\w+)"', re.MULTILINE)
     sought = {name for path in (folder / "tests").rglob("test_*.py") for name in needs.findall(path.read_text("utf-8"))}
-    assert {"flwr", "optuna", "ray"} <= sought <= there
+    assert {"flwr", "gguf", "optuna", "ray"} <= sought <= there

