@@ -35,6 +35,8 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command("results.report", options.ReportOptions),
     "watch": Command("watch.watch", options.WatchOptions),
     "results": Command("results.page_of_results", options.ResultsOptions),
+    "evaluate": Command("answers.evaluate", options.EvaluateOptions),
+    "generate": Command("answers.generate", options.GenerateOptions),
     "audit": Command("results.audit", options.AuditOptions),
     "export": Command("results.export", options.ExportOptions),
     "place": Command("results.place", options.PlaceOptions),

@@ -112,6 +112,43 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Score the models of a finished run on their clients' own rows, the frozen model and clients alone beside them,
+    and let those that write text answer; leaves evaluation.json and answers.jsonl in the run's folder."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    client: tuple[str, ...] = ()
+    """Clients that are scored; all by default."""
+    split: Literal["validation", "test"] = "test"
+    """Rows that are scored."""
+    answers: int | None = None
+    """Most prompts that each client's models answer; the run's --rouge-examples by default."""
+    new_tokens: int | None = None
+    """Most tokens of an answer; the run's --new-tokens by default."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Let a client's model of a finished run write what follows a text."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    text: Annotated[str, Positional("TEXT")]
+    """What is asked."""
+    client: str
+    """The client whose model answers."""
+    kind: Literal["base", "alone", "federated"] = "federated"
+    """The model that answers: the frozen one, the client's own alone, or the one of the federation."""
+    new_tokens: int = 64
+    """Most tokens of the answer."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultsOptions:
     """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
     federation with tests against the control, and ranks over all of them."""

@@ -33,7 +33,7 @@ from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
-from atlas_fl.planning.plan import read_plan
+from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
 from atlas_fl.setup.options import scale_of, strategy_of
 from atlas_fl.storage import checkpoint
@@ -89,10 +89,7 @@ def export_client(
     """
     folder = find_run(run)
     config = recorded_config(folder)
-    saved = _load_checkpoint(folder, round)
-    plan = read_plan(folder, folder.path / saved.state["plan"])
-    state = FederationState.from_checkpoint(saved, [client.name for client in plan.clients])
-    models = state.predicting_models(config)
+    plan, models = _load_models(folder, config, round)
     names = list(models)
     if client is None:
         name = global_client(config, models)
@@ -125,6 +122,18 @@ def export_client(
     for line in lines:
         on_event(Note(line))
     return Path(to)
+
+
+def load_models(folder: RunFolder) -> ByClient:
+    """The models that a run's clients predict with after its last complete round."""
+    return _load_models(folder, recorded_config(folder), None)[1]
+
+
+def _load_models(folder: RunFolder, config: Config, round: str | None) -> tuple[Plan, ByClient]:
+    saved = _load_checkpoint(folder, round)
+    plan = read_plan(folder, folder.path / saved.state["plan"])
+    state = FederationState.from_checkpoint(saved, [client.name for client in plan.clients])
+    return plan, state.predicting_models(config)
 
 
 def global_client(config: Config, models: ByClient) -> str:

@@ -83,6 +83,10 @@ class RunFolder:
     """Models that clients trained and loaded, by round."""
     alone = InnerPath("alone")
     """The run of the clients that were trained alone for comparison, a run folder of its own."""
+    evaluation = InnerPath("evaluation.json")
+    """Scores of the run's models and of what they are compared with (`atlas evaluate`)."""
+    answers = InnerPath("answers.jsonl")
+    """What these wrote: a row for each prompt."""
     log = InnerPath("log.txt")
     """Lines of time, level and message."""
 

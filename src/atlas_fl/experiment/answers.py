@@ -1,0 +1,172 @@
+"""Answers of a finished run's models: those of the frozen model, of a client trained alone, and of the federation.
+
+The frozen model is the federation's without its adapters, so what fine-tuning has changed is seen beside what it was.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from atlas_fl.client.evaluation import evaluate, write
+from atlas_fl.client.job import Job
+from atlas_fl.client.options import EvaluateOptions
+from atlas_fl.config import with_values
+from atlas_fl.data.chat import to_text
+from atlas_fl.data.metrics import rouge
+from atlas_fl.data.task import Rows
+from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
+from atlas_fl.experiment.export import load_models
+from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
+from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
+from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.run_folder import RunFolder, find_run
+
+Kind: TypeAlias = Literal["base", "alone", "federated"]
+"""The frozen model, the one that a client has trained alone (`--alone`), and the one that the run gave it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was asked of a client's models on a row of its own, and what they wrote, by kind."""
+
+    client: str
+    prompt: str
+    reference: str
+    answers: dict[Kind, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Scores and answers of a run's models on one split."""
+
+    split: str
+    scores: dict[str, dict[Kind, dict[str, float]]]
+    """By client and kind."""
+    answers: list[Answer] = field(default_factory=list)
+
+    def mean(self, kind: Kind, metric: str) -> float | None:
+        """The mean score over the clients that have it; None where nobody does."""
+        values = [kinds[kind][metric] for kinds in self.scores.values() if metric in kinds.get(kind, {})]
+        return fmean(values) if values else None
+
+
+def evaluate_run(
+    run: str | Path,
+    *,
+    runs_dir: str = "runs",
+    split: Literal["validation", "test"] = "test",
+    clients: Sequence[str] = (),
+    answers: int | None = None,
+    new_tokens: int | None = None,
+) -> Evaluation:
+    """Score every kind of model of these clients, all by default, on their own rows; write it into the run's folder.
+
+    `answers` and `new_tokens` stand in for the run's --rouge-examples and --new-tokens.
+
+    Raises:
+        ConfigError: the run has no such client.
+        CheckpointError: it has no checkpoint, or a client's model is at its site alone.
+    """
+    folder = find_run(run, runs_dir=runs_dir)
+    config = recorded_config(folder)
+    values = {"rouge_examples": answers, "new_tokens": new_tokens}
+    config = with_values(config, {name: value for name, value in values.items() if value is not None})
+    models = _models_by_kind(folder, clients)
+    assembly = assemble(config)
+    found = Evaluation(split=split, scores={})
+    for name in models["federated"]:
+        own = {kind: of_kind[name] for kind, of_kind in models.items() if name in of_kind}
+        scores: dict[Kind, dict[str, float]] = {}
+        written: dict[Kind, list[str]] = {}
+        for kind, params in own.items():
+            options = EvaluateOptions(split=split, prior_correction=config.training.prior_correction)
+            job = Job(client=name, params=params, round=0, options=options)
+            (update,) = evaluate([job], assembly.site)
+            scores[kind] = {key: value for key, value in update.metrics.items() if key != "seconds"}
+            prompts = assembly.site.data[name].prompts.get(split)
+            if prompts is not None:
+                written[kind] = write(prompts.encoded, params, assembly.site, new_tokens=config.data.new_tokens)
+                scores[kind] |= rouge(prompts.references, written[kind])
+        found.scores[name] = scores
+        found.answers.extend(_side_by_side(assembly, name, written, split=split))
+    lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found.answers)
+    write_atomic(folder.answers, "".join(lines).encode())
+    write_atomic(folder.evaluation, json.dumps({"split": split, "clients": found.scores}, indent=1).encode())
+    return found
+
+
+def generate(
+    run: str | Path, text: str, *, client: str, runs_dir: str = "runs", kind: Kind = "federated", new_tokens: int = 64
+) -> str:
+    """What a client's model writes after this text, in the chat template where its task has conversations.
+
+    Raises:
+        ConfigError: the run has no such client, or its task writes no text.
+        CheckpointError: the run has no model of this kind.
+    """
+    folder = find_run(run, runs_dir=runs_dir)
+    config = recorded_config(folder)
+    models = _models_by_kind(folder, [client])
+    if client not in models.get(kind, {}):
+        raise CheckpointError(
+            f"run {folder.path} has no model of the kind {kind} for {client}; it has {', '.join(models)}"
+        )
+    assembly = assemble(config)
+    (task,) = (one.task for one in assembly.clients if one.name == client)
+    if not task.writes:
+        raise ConfigError(
+            f"task {task.name} of {client} has labels and writes no text; `atlas evaluate` has its scores"
+        )
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    rows = Rows(text=(to_text(turns) if task.chat else text,), pair=("",), label=np.zeros(1, np.float32))
+    site = assembly.site
+    _, encode_prompt = encoders(task, site.backbone.tokenizer)
+    room = max_sequence_length(site.backbone) - new_tokens
+    if room < 1:
+        raise ConfigError(f"--new-tokens is {new_tokens}, and {site.backbone.name} has positions for fewer; lower it")
+    (written,) = write(encode_prompt(rows, room), models[kind][client], site, new_tokens=new_tokens)
+    return written
+
+
+def _models_by_kind(folder: RunFolder, clients: Sequence[str]) -> dict[Kind, ByClient]:
+    """The models of these clients, all where none is named, by kind; the kinds that there are."""
+    models = load_models(folder)
+    for name in clients:
+        if name not in models:
+            raise unknown_name("client", name, models)
+    chosen = {name: params for name, params in models.items() if not clients or name in clients}
+    if private := [name for name, params in chosen.items() if PRIVATE in params]:
+        raise CheckpointError(
+            f"what {private[0]} does not share (--share) is at its site alone, where `atlas join` has written the model"
+        )
+    found: dict[Kind, ByClient] = {}
+    base = {name: _without_adapters(params) for name, params in chosen.items() if not head_keys(params)}
+    if base and all(any(key.endswith(LORA_B) for key in params) for params in base.values()):
+        found["base"] = base
+    alone = RunFolder(folder.alone)
+    if alone.is_run():
+        trained = load_models(alone)
+        found["alone"] = {name: params for name, params in trained.items() if name in chosen}
+    return {**found, "federated": chosen}
+
+
+def _without_adapters(params: Params) -> Params:
+    return {key: tensor.new_zeros(tensor.shape) if key.endswith(LORA_B) else tensor for key, tensor in params.items()}
+
+
+def _side_by_side(
+    assembly: Assembly, client: str, written: dict[Kind, list[str]], *, split: Literal["validation", "test"]
+) -> Iterator[Answer]:
+    if not written:
+        return
+    prompts, tokenizer = assembly.site.data[client].prompts[split], assembly.site.backbone.tokenizer
+    ends = prompts.encoded.offsets
+    for place, reference in enumerate(prompts.references):
+        prompt = tokenizer.decode(prompts.encoded.ids[ends[place] : ends[place + 1]])
+        answers = {kind: texts[place] for kind, texts in written.items()}
+        yield Answer(client=client, prompt=prompt, reference=reference, answers=answers)
