@@ -363,11 +363,6 @@ def test_what_a_config_says_of_outputs_and_attention_changes_no_logit(copy_of, a
 
 
 def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(copy_of) -> None:
-    folder = copy_of("llama")
-    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 6}
-    settings(folder, rope_parameters={"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, **factors})
-    with pytest.raises(ModelError, match="has rope_type longrope, whose rotations follow from the longest text"):
-        load_backbone(str(folder))
     folder = copy_of("bert")
     settings(folder, chunk_size_feed_forward=4)
     with pytest.raises(ModelError, match="has chunk_size_feed_forward 4, which splits rows and changes no result"):

@@ -24,6 +24,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets, export_adapter
 from atlas_fl.models.tokenization import EncodedExamples, encode_targets
 from atlas_fl.params import Params
+from atlas_fl.setup.assembly import max_sequence_length
 from tests.conftest import WORDS, _tokenizer
 
 pytestmark = [
@@ -195,6 +196,7 @@ def test_logits_and_gradients_in_a_pack_and_alone_are_those_of_peft(site_of_mode
     folder, site, params = site_of_model(name)
     is_packed = not site.backbone.family.stock
     assert is_packed == (name != "Falcon")
+    assert max_sequence_length(site.backbone) == (40 if name == "Phi-4-mini" else 66)
     assert site.data["a-0"].splits["train"].lengths.max() > 2 * WINDOW
     alone = [ours(site, [k], params)[0] for k in range(3)]
     packed = ours(site, range(3), params) if is_packed else alone

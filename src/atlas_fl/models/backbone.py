@@ -345,7 +345,7 @@ def stock_attention(backbone: Backbone) -> Iterator[None]:
     config = backbone.model.config
     # A checkpointed block is in training mode and would throw the cache away.
     checkpointed = [block for block in backbone.blocks if block.training]
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if backbone.model._supports_sdpa else "eager"  # Gemma 2 caps its scores
     for block in checkpointed:
         block.training = False
     try:
