@@ -369,12 +369,21 @@ def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(co
         load_backbone(str(folder))
 
 
+def test_a_gemma_that_sees_both_ways_takes_the_stock_path(copy_of) -> None:
+    folder = copy_of("gemma3_text")
+    assert not load_backbone(str(folder)).family.stock
+    settings(folder, use_bidirectional_attention=True)
+    assert load_backbone(str(folder)).family.stock
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 3}
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 4}),
     "mistral of one": ("mistral", {"sliding_window": 1}),
     "qwen2": ("qwen2", SLIDING | {"layer_types": ["sliding_attention"] * 3}),
     "qwen2 upper blocks": ("qwen2", SLIDING | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
+    "gemma2": ("gemma2", {"sliding_window": 3}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 3}),
 }
 
 

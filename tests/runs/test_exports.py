@@ -42,7 +42,7 @@ from tests.runs.reading import rows, same_tensors, state
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 MAX_LENGTH = 60
-CAUSAL = ("gpt2", "qwen2", "llama", "mistral", "qwen3", "phi3")
+CAUSAL = ("gpt2", "qwen2", "llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3_text")
 TASKS: Mapping[str, str] = {
     "kind": "text=text",
     "same": "text=text,pair=other,label=label",
