@@ -165,7 +165,9 @@ def ours(site: Site, clients: Sequence[int], params: Sequence[Params]) -> list[t
     leaves = [{key: value.clone().requires_grad_() for key, value in params[k].items()} for k in clients]
     row = collate_packed([site.data[CLIENTS[k]].splits["train"] for k in clients], device=torch.device("cpu"))
     with forward(row, leaves, site) as logits:
-        torch.stack([example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]).sum().backward()
+        torch.stack(
+            [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        ).sum().backward()
     return [
         (own.detach(), {key: leaf.grad for key, leaf in leaf_of.items()})
         for own, leaf_of in zip(logits, leaves, strict=True)
