@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from atlas_fl.data.chat import conversation_fault, turns_fault
 from atlas_fl.data.formats import (
     FAULTS,
     FORMATS,
@@ -119,6 +120,9 @@ CHECKS: dict[str, Callable[[Any], str]] = {
     "number": _number_fault,
     "split": _split_fault,
     "time": _time_fault,
+    "chat": conversation_fault,
+    "turns": turns_fault,
+    "optional": lambda value: _text_fault(value).replace(_ABSENT, ""),
 }
 """By kind of column, what a value is that may not be in it; empty for one that may. A class is not called as programs
 call a missing value."""

@@ -151,6 +151,10 @@ class Task:
     """Longest sequence in tokens."""
     truncate: Truncation | None = None
     """The part that a longer one loses; None is the tail, of a prompt the head."""
+    chat: bool = False
+    """True if its texts are conversations (`data.chat`)."""
+    template: str | None = None
+    """Name or Jinja source of the chat template; None is the tokenizer's own."""
     images: bool = False
     """True if its splits are `Images` and no `Rows`."""
     label_names: tuple[str, ...] = ()

@@ -4,13 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
 
-from atlas_fl.data import own_clients
+from atlas_fl.data import chat, own_clients
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
 from atlas_fl.data.own_clients import Dealing, Part
@@ -191,6 +192,12 @@ class Columns:
     """The class behind `f1:`."""
     target: str | None = None
     """Column that the model is to write: after the text, or the text itself where both are one column."""
+    chat: str | None = None
+    """Form of conversations (`chat.FORMS`), with the names of its columns where they are others."""
+    system: str | None = None
+    """Column of what a conversation begins with that says nothing of its own there."""
+    template: str | None = None
+    """Name or source of the chat template."""
     truncate: Truncation | None = None
     sep: str | None = None
     encoding: str | None = None
@@ -204,9 +211,14 @@ class Columns:
     dealing: Dealing = field(default_factory=Dealing)
 
     @property
+    def writes(self) -> bool:
+        """Return whether there are no labels, but text to be written."""
+        return self.target is not None or self.chat is not None
+
+    @property
     def has_classes(self) -> bool:
         """Return whether its labels have names."""
-        return self.target is None and self.metric != "pearson"
+        return not self.writes and self.metric != "pearson"
 
     def words(self, value: Any) -> tuple[str, ...]:
         """The names of the labels in a cell: one, or with `multi` those of a list or of its parts."""
@@ -219,11 +231,21 @@ class Columns:
         return tuple(dict.fromkeys(word for part in parts if (word := _word(part))))
 
     @property
+    def chat_columns(self) -> dict[str, str]:
+        """By name of its column, that of the form of conversations; none without one."""
+        return {} if self.chat is None else chat.columns_of(self.chat)
+
+    @property
     def reading(self) -> Reading:
         """The columns that are read, and how."""
         kinds = dict.fromkeys((self.text, self.target or self.pair or self.text), "text")
         hint = f"; name the one to write {self.target!r} after with text=, or say text={self.target} for no prompt"
-        if self.target is None:
+        if self.chat is not None:
+            form, *_ = self.chat.split(":")
+            kinds = {name: chat.FORMS[form][own] for name, own in self.chat_columns.items()}
+            kinds |= dict.fromkeys((self.system,) if self.system else (), "optional")
+            hint = f"; say where your columns have other names: chat={':'.join([form, *chat.FORMS[form]])}"
+        elif self.target is None:
             kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
         return Reading(
@@ -241,6 +263,7 @@ _OPTIONS = (
     *(option.name for option in fields(Columns) if option.name not in ("positive", "dealing")),
     *own_clients.OPTIONS,
 )
+_NOT_OF_CHATS = {"text", "pair", "label", "labels", "metric", "multi", "target"}
 _CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": MISSING}
 
 
@@ -255,6 +278,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
+    _check_chat(name, options)
     usual = "micro_f1" if "multi" in options else "accuracy"
     metric, colon, positive = options.get("metric", usual).partition(":")
     if metric not in METRICS:
@@ -279,7 +303,23 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
         dealing=own_clients.read_options(name, own),
     )
     _check_reading(name, columns)
+    template = columns.template and Path(columns.template).expanduser()
+    if template and template.is_file():
+        columns = replace(columns, template=template.read_text(encoding="utf-8"))
     return columns
+
+
+def _check_chat(name: str, options: Mapping[str, str]) -> None:
+    if "chat" not in options:
+        if others := sorted({"system", "template"} & options.keys()):
+            raise ConfigError(f"task {name!r} has {others[0]}= without chat=, the form of its conversations; add that")
+        return
+    chat.columns_of(options["chat"])
+    if others := sorted(_NOT_OF_CHATS & options.keys()):
+        raise ConfigError(
+            f"task {name!r} has chat= and {others[0]}=; the form of conversations says which columns are read, as in"
+            f" chat={':'.join(['alpaca', *chat.FORMS['alpaca']])}; leave {others[0]}= out"
+        )
 
 
 def _check_reading(name: str, columns: Columns) -> None:
@@ -341,7 +381,9 @@ def _make_task(
     data = replace(data, notes=(*own_clients.name_notes(data.words, clients), *data.notes))
     return Task(
         name=name,
-        num_labels=(len(names) or 1) if columns.target is None else 0,
+        num_labels=0 if columns.writes else len(names) or 1,
+        chat=columns.chat is not None,
+        template=columns.template,
         multilabel=columns.multi is not None,
         metric=columns.metric,
         truncate=columns.truncate,
@@ -386,7 +428,9 @@ def _arrange_task(
 ) -> tuple[TaskData, tuple[str, ...]]:
     """The splits of a task, and the names of its classes."""
     names: tuple[str, ...] = ()
-    if columns.target is not None:
+    if columns.chat is not None:
+        rows = {part: _conversations(table, columns) for part, table in tables.items()}
+    elif columns.target is not None:
         rows = {part: _prompted_rows(table, columns, target=columns.target) for part, table in tables.items()}
     else:
         rows, names = _labelled_rows(tables, columns, origins=origins, path=origin)
@@ -396,7 +440,7 @@ def _arrange_task(
     else:
         # a class that labels= declares may be at other sites
         held_out = () if columns.labels or columns.multi else names
-        labelled = columns.target is None and not columns.labels
+        labelled = not columns.writes and not columns.labels
         data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
     return data, names
 
@@ -457,6 +501,19 @@ def _prompted_rows(table: Table, columns: Columns, *, target: str) -> Rows:
     """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
     prompts = None if columns.text == target else _texts(table, columns.text)
     return rows_to_write(_texts(table, target), prompts=prompts)
+
+
+def _conversations(table: Table, columns: Columns) -> Rows:
+    """A conversation a row; of preferences the chosen one, and beside it the rejected one."""
+    (form, *_), own = str(columns.chat).split(":"), columns.chat_columns
+    system = table[columns.system] if columns.system else repeat(None)
+    read = [
+        chat.conversations(form, dict(zip(own.values(), values, strict=True)), system=first)
+        for first, *values in zip(system, *(table[name] for name in own))
+    ]
+    pair = tuple(chat.to_text(rejected) for _, rejected in read) if form == "preference" else None
+    words = np.asarray([chat.words(chosen) for chosen, *_ in read], dtype=np.float32)
+    return Rows(text=tuple(chat.to_text(chosen) for chosen, *_ in read), pair=pair, label=words)
 
 
 def _texts(table: Table, name: str) -> tuple[str, ...]:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.errors import ModelError, short_repr
+from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.params import Truncation
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +170,7 @@ def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncat
     return sorted(kept)
 
 
-def _cut(items: list[int], most: int, truncate: Truncation | None) -> list[int]:
+def _cut(items: list[Kind], most: int, truncate: Truncation | None) -> list[Kind]:
     """At most so many items, without their tail, their head or their middle; without one of these it is the tail."""
     head = {"tail": most, "head": 0, "middle": (most + 1) // 2}[truncate or "tail"]
     return items[:head] + items[len(items) - most + head :] if most < len(items) else items
@@ -196,14 +200,14 @@ def encode_targets(
     end = _end_of_text(tokenizer)
     if target is None:
         texts = [[*ids, end] for ids in _token_ids(text, tokenizer)]
-        rows = [(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate) for whole in texts)]
+        rows = [_answer_after(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate) for whole in texts)]
         return _concatenate(rows, full_lengths=[len(ids) for ids in texts])
     targets = [[*ids, end] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
     rows = []
     for prompt_ids, target_ids in zip(prompts, targets):
         kept = target_ids[: max_length - 1]
-        rows.append((_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer, truncate), kept))
+        rows.append(_answer_after(_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer, truncate), kept))
     return _concatenate(rows, full_lengths=[len(ids) + len(answer) for ids, answer in zip(prompts, targets)])
 
 
@@ -217,7 +221,7 @@ def encode_prompts(
     """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
     rows = _concatenate(
-        [(_truncate_prompt(ids, max_length, tokenizer, truncate), []) for ids in prompts],
+        [_answer_after(_truncate_prompt(ids, max_length, tokenizer, truncate), []) for ids in prompts],
         full_lengths=[len(ids) for ids in prompts],
     )
     return replace(rows, target_mask=None)
@@ -250,15 +254,68 @@ def _truncate_prompt(
     return begin + _cut(ids[len(begin) : -1], room - len(begin) - 1, truncate or "head") + ids[-1:]
 
 
-def _concatenate(rows: Sequence[tuple[list[int], list[int]]], *, full_lengths: Sequence[int]) -> EncodedExamples:
-    """Examples of (given tokens, tokens to be predicted)."""
-    sizes = [len(prompt) + len(target) for prompt, target in rows]
-    ids = np.asarray([token for prompt, target in rows for token in (*prompt, *target)], dtype=np.int64)
+def encode_chats(
+    chats: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    max_length: int,
+    truncate: Truncation | None = None,
+) -> EncodedExamples:
+    """Conversations (JSON) in the chat template, whose answers are to be predicted with what ends each.
+
+    A longer one loses the part `truncate`; without one its tail, or its head where nothing would be left to predict.
+
+    Raises:
+        ModelError: an example has nothing to be predicted.
+    """
+    texts, spans = zip(*map(template.answers, chats), strict=True)
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    rows = []
+    for index, ids in enumerate(encoded["input_ids"]):
+        mask = [False] * len(ids)
+        for begin, end in spans[index]:
+            places = [place for at in (begin, end - 1) if (place := encoded.char_to_token(index, at)) is not None]
+            mask[places[0] : places[-1] + 1] = [True] * (places[-1] + 1 - places[0])
+        tokens = list(zip(ids, mask, strict=True))
+        kept = _cut(tokens, max_length, truncate)
+        if truncate is None and not any(answer for _, answer in kept[1:]):
+            kept = _cut(tokens, max_length, "head")
+        kept[0] = kept[0][0], False  # nothing stands before it that it could be predicted from
+        if not any(answer for _, answer in kept):
+            raise ModelError(f"no token of an answer is left of {short_repr(texts[index])}; raise --max-length")
+        rows.append(kept)
+    return _concatenate(rows, full_lengths=[len(ids) for ids in encoded["input_ids"]])
+
+
+def encode_chat_prompts(
+    chats: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    max_length: int,
+    truncate: Truncation | None = None,
+) -> EncodedExamples:
+    """Conversations (JSON) up to the opening of their last answers, with nothing to be predicted."""
+    whole = _token_ids([template.prompt(chat) for chat in chats], tokenizer, add_special_tokens=False)
+    prompts = [_cut(ids, max_length, truncate or "head") for ids in whole]
+    rows = _concatenate([_answer_after(ids, []) for ids in prompts], full_lengths=[len(ids) for ids in whole])
+    return replace(rows, target_mask=None)
+
+
+def _answer_after(prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[int, bool]]:
+    return [*((token, False) for token in prompt), *((token, True) for token in answer)]
+
+
+def _concatenate(rows: Sequence[Sequence[tuple[int, bool]]], *, full_lengths: Sequence[int]) -> EncodedExamples:
+    """Examples of tokens, each with whether it is to be predicted."""
+    sizes = [len(row) for row in rows]
+    ids = np.asarray([token for row in rows for token, _ in row], dtype=np.int64)
     return EncodedExamples(
         ids=ids,
         types=np.zeros_like(ids),
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         labels=np.zeros(len(rows), dtype=np.int64),
-        target_mask=np.concatenate([np.repeat([False, True], [len(prompt), len(target)]) for prompt, target in rows]),
+        target_mask=np.asarray([is_target for row in rows for _, is_target in row], dtype=np.bool_),
         full_lengths=None if list(full_lengths) == sizes else np.asarray(full_lengths, dtype=np.int64),
     )

@@ -7,28 +7,38 @@ that they share. Clients that `--arrive` names wait in its `JoinQueue` until the
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
+from atlas_fl.data.chat import last_answer
 from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients, site_of
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
+from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
 from atlas_fl.models.registry import FAMILIES, Family, ModelShape
 from atlas_fl.models.stock import NOTE, positions_of
-from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
+from atlas_fl.models.tokenization import (
+    EncodedExamples,
+    encode_chat_prompts,
+    encode_chats,
+    encode_examples,
+    encode_prompts,
+    encode_targets,
+)
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
@@ -435,31 +445,46 @@ def tokenise(
             task=task, splits={name: _encode_rows(rows, backbone, limit, task) for name, rows in splits.items()}
         )
     tokenizer = backbone.tokenizer
-    if backbone.family.seq2seq and any(rows.pair is None for rows in splits.values()):
+    if backbone.family.seq2seq and (task.chat or any(rows.pair is None for rows in splits.values())):
         raise ConfigError(
             f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
             " follows from a text; set target= beside text=, or choose a model such as gpt2"
         )
-    encoded = {
-        name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit, truncate=task.truncate)
-        for name, rows in splits.items()
-    }
+    encode, encode_prompt = encoders(task, tokenizer)
+    encoded = {name: encode(rows, limit) for name, rows in splits.items()}
     prompts: dict[Split, Prompts] = {}
     held_out: tuple[Split, Split] = ("validation", "test")
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
-        if rows.pair:
+        if rows.pair or task.chat:
             room = max_sequence_length(backbone) - config.new_tokens
             if room < 1:
                 raise ConfigError(
                     f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for"
                     f" {max_sequence_length(backbone)} tokens with the prompt; lower it"
                 )
-            encoded_prompts = encode_prompts(
-                rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room), truncate=task.truncate
-            )
-            prompts[name] = Prompts(encoded=encoded_prompts, references=rows.pair)
+            references = tuple(map(last_answer, rows.text)) if task.chat else rows.pair or ()
+            prompts[name] = Prompts(encoded=encode_prompt(rows, min(limit, room)), references=references)
     return ClientTokens(task=task, splits=encoded, prompts=prompts)
+
+
+EncodeRows: TypeAlias = Callable[[Rows, int], EncodedExamples]
+"""(rows, most tokens of one) -> examples."""
+
+
+def encoders(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodeRows, EncodeRows]:
+    """What encodes rows of this task that a model is to write, and what encodes their prompts alone."""
+    how: dict[str, Any] = {"tokenizer": tokenizer, "truncate": task.truncate}
+    if task.chat:
+        how["template"] = ChatTemplate(tokenizer, task.template)
+        return (
+            lambda rows, most: encode_chats(rows.text, max_length=most, **how),
+            lambda rows, most: encode_chat_prompts(rows.text, max_length=most, **how),
+        )
+    return (
+        lambda rows, most: encode_targets(rows.text, rows.pair, max_length=most, **how),
+        lambda rows, most: encode_prompts(rows.text, max_length=most, **how),
+    )
 
 
 def max_sequence_length(backbone: Backbone) -> int:

@@ -1,0 +1,158 @@
+"""Conversations: chats, instructions and preferences in the forms in which they are published (`chat=`).
+
+A row becomes a list of messages, each with a role (system, user or assistant) and its content, as JSON. The forms are
+those of TRL (`messages`, `completion`, `preference`), ShareGPT and Alpaca.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from atlas_fl.errors import ConfigError, unknown_name
+
+Messages: TypeAlias = list[dict[str, str]]
+"""The turns of a conversation, each `{"role": .., "content": ..}`."""
+
+FORMS: Mapping[str, Mapping[str, str]] = {
+    "messages": {"messages": "chat"},
+    "sharegpt": {"conversations": "chat"},
+    "alpaca": {"instruction": "text", "input": "optional", "output": "text"},
+    "completion": {"prompt": "turns", "completion": "turns"},
+    "preference": {"prompt": "turns", "chosen": "turns", "rejected": "turns"},
+}
+"""By form, its columns and what may be in them (`tables.CHECKS`)."""
+
+ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+}
+"""By the word that data have for it, the role of who speaks."""
+
+
+def columns_of(form: str) -> dict[str, str]:
+    """By name of the data's column, that of the form, as `alpaca` or `alpaca:question:context:answer` says.
+
+    >>> columns_of("completion:ask:answer")
+    {'ask': 'prompt', 'answer': 'completion'}
+
+    Raises:
+        ConfigError: there is no such form, or it has another number of columns.
+    """
+    name, *columns = form.split(":")
+    if name not in FORMS:
+        raise unknown_name("form of conversations", name, FORMS)
+    own = list(FORMS[name])
+    if columns and (len(columns) != len(own) or len({*columns}) < len(own)):
+        raise ConfigError(
+            f"chat={form} does not name {len(own)} different columns; write {':'.join([name, *own])}"
+            " with your names in their places, or completion:PROMPT:ANSWER for two columns of text"
+        )
+    return dict(zip(columns or own, own, strict=True))
+
+
+def conversation_fault(value: Any) -> str:
+    """Return what is wrong with a list of messages that is to end with an answer; empty where nothing is."""
+    return _fault(value, lambda messages: "" if _answers(messages) else "no message of the assistant")
+
+
+def turns_fault(value: Any) -> str:
+    """Return what is wrong with a text, or a list of messages; empty where nothing is."""
+    return "" if isinstance(_parsed(value), str) and value.strip() else _fault(value, lambda _: "")
+
+
+def _fault(value: Any, check: Callable[[Messages], str]) -> str:
+    turns = _parsed(value)
+    if turns is None or turns == "":
+        return "no value"
+    if not isinstance(turns, list) or not turns:
+        return 'no list of messages such as [{"role": "user", "content": ".."}, ..]'
+    for number, turn in enumerate(turns, start=1):
+        role, content = _role(turn), _content(turn)
+        if role is None or content is None:
+            return f"message {number} without a role and a content"
+        if role not in ROLES:
+            return f"message {number} of the role {role!r}, which is none of {', '.join(ROLES)},"
+    return check(_messages(turns))
+
+
+def _parsed(value: Any) -> Any:
+    """The cell, or what stands in it as JSON: a cell of csv holds a list as text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+
+
+def _content(turn: Mapping[str, Any]) -> str | None:
+    """The text of a message, whose parts may stand in a list as they do for models that see."""
+    content = turn.get("content", turn.get("value"))
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(parts) else None
+    return content if isinstance(content, str) else None
+
+
+def _messages(value: Any, *, role: str = "user") -> Messages:
+    """The messages of a sound cell; a text is one message of this role."""
+    turns = _parsed(value)
+    if not isinstance(turns, list):
+        return [{"role": role, "content": str(turns)}]
+    return [{"role": ROLES[_role(turn)], "content": _content(turn) or ""} for turn in turns]
+
+
+def _answers(messages: Messages) -> list[str]:
+    return [turn["content"] for turn in messages if turn["role"] == "assistant"]
+
+
+def conversations(form: str, values: Mapping[str, Any], *, system: str | None = None) -> tuple[Messages, ...]:
+    """The conversation of a row, by column of the form; of a preference (the chosen, the rejected) one.
+
+    What follows the last answer is left out. A conversation without a system message of its own begins with `system`.
+    """
+    if form == "alpaca":
+        given = "\n\n".join(str(values[name]) for name in ("instruction", "input") if values[name])
+        found = [[*_messages(given), *_messages(values["output"], role="assistant")]]
+    elif form in ("completion", "preference"):
+        prompt = _messages(values["prompt"])
+        ends = [_messages(values[name], role="assistant") for name in FORMS[form] if name != "prompt"]
+        # a preference of whole conversations repeats its prompt in both
+        found = [end if end[0]["role"] != "assistant" else prompt + end for end in ends]
+    else:
+        (value,) = values.values()
+        found = [_messages(value)]
+    first = [{"role": "system", "content": system}] if system else []
+    return tuple((first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in found)
+
+
+def _to_last_answer(messages: Messages) -> Messages:
+    last = max((place for place, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
+    return messages[: last + 1] or messages
+
+
+def words(messages: Messages) -> int:
+    """Number of words of the answers."""
+    return sum(len(answer.split()) for answer in _answers(messages))
+
+
+def to_text(messages: Messages) -> str:
+    """A conversation as the text of a row."""
+    return json.dumps(messages, ensure_ascii=False)
+
+
+def from_text(text: str) -> Messages:
+    """The conversation of a row's text."""
+    messages: Messages = json.loads(text)
+    return messages
+
+
+def last_answer(text: str) -> str:
+    """The last answer of a row's conversation."""
+    return _answers(json.loads(text))[-1]

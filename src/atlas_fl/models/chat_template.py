@@ -1,0 +1,108 @@
+"""Chat templates: conversations as the text that a model reads, and where in it the answers stand."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from atlas_fl.errors import ModelError, short_repr
+
+_ANSWER = "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+TEMPLATES: Mapping[str, str] = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' %}" + _ANSWER + "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "alpaca": (
+        "{% if messages[0].role != 'system' %}{{ 'Below is an instruction that describes a task. Write a response that"
+        " appropriately completes the request.\n\n' }}{% endif %}"
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{{ '### Response:\n' }}" + _ANSWER + "{{ '\n\n' }}"
+        "{% elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}"
+        "{% else %}{{ message.content + '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}"
+        "{% if message.role == 'assistant' %}" + _ANSWER + "{% else %}{{ message.content + '\n' }}{% endif %}"
+        "{% endfor %}"
+    ),
+}
+"""Chat templates (Jinja) by name, for tokenizers that have none; an answer ends with the tokenizer's end of text."""
+
+Span = tuple[int, int]
+"""[begin, end) in characters."""
+
+
+class ChatTemplate:
+    """A tokenizer's own chat template, one by name, or the Jinja source of one.
+
+    Raises:
+        ModelError: the tokenizer has none and none is given, or there is none of this name.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+        known = ", ".join(TEMPLATES)
+        source = tokenizer.chat_template if given is None else TEMPLATES.get(given, given)
+        if source is None:
+            raise ModelError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; add template= to the task, with the"
+                f" path of a Jinja file or one of {known}"
+            )
+        if given is not None and "{" not in source:
+            raise ModelError(f"template={given} is neither a Jinja file nor one of {known}; check the path")
+        self._source, self._tokens = source, tokenizer.special_tokens_map
+        self._marks_answers = re.search(r"{%-?\s*generation\b", source) is not None
+
+    def prompt(self, chat: str) -> str:
+        """A conversation, as JSON, without its last answer and with the opening of one."""
+        return self._render(json.loads(chat)[:-1], add_generation_prompt=True)[0]
+
+    def answers(self, chat: str) -> tuple[str, list[Span]]:
+        """(a conversation, given as JSON, and where in it every answer stands with its end).
+
+        Where the template marks no answers (`{% generation %}`), one begins where the prompt before it ends, and ends
+        with what ends the last one.
+
+        Raises:
+            ModelError: the template refuses the conversation, or does not let its answers be told apart.
+        """
+        messages = json.loads(chat)
+        whole, spans = self._render(messages)
+        if self._marks_answers:
+            return whole, spans
+        for place, turn in enumerate(messages):
+            if turn["role"] == "assistant":
+                before, _ = self._render(messages[:place], add_generation_prompt=True)
+                content = turn["content"]
+                content = content if content in whole[len(before) :] else content.strip()
+                begin = whole.find(content, len(before))
+                if not whole.startswith(before) or begin < 0:
+                    raise ModelError(
+                        f"the chat template writes {short_repr(content)} in another way once the conversation goes on,"
+                        " so that answers cannot be told apart; give one with {% generation %} marks by template="
+                    )
+                spans.append((len(before), begin + len(content)))
+        closing = whole[spans[-1][1] :]
+        return whole, [(begin, end + len(closing) * whole.startswith(closing, end)) for begin, end in spans]
+
+    def _render(self, messages: Sequence[Mapping[str, str]], **how: Any) -> tuple[str, list[Span]]:
+        try:
+            (text,), spans = render_jinja_template(
+                [messages],
+                chat_template=self._source,
+                return_assistant_tokens_mask=self._marks_answers,
+                **how,
+                **self._tokens,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ModelError(
+                f"the chat template refuses the conversation {short_repr(json.dumps(messages, ensure_ascii=False))}:"
+                f" {error}; mend it, or give another template by template="
+            ) from None
+        return text, [tuple(span) for span in spans[0]] if spans else []
