@@ -133,7 +133,7 @@ def site_of_model(tmp_path_factory: pytest.TempPathFactory):
         with torch.random.fork_rng():
             torch.manual_seed(7)
             model = AutoModelForCausalLM.from_config(config)
-            for key, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.dim() == 1:  # biases of zero and norms of one would hide one that is forgotten
                     parameter.data.add_(torch.empty_like(parameter).normal_(0, 0.1))
         model.save_pretrained(folder)
@@ -165,9 +165,7 @@ def ours(site: Site, clients: Sequence[int], params: Sequence[Params]) -> list[t
     leaves = [{key: value.clone().requires_grad_() for key, value in params[k].items()} for k in clients]
     row = collate_packed([site.data[CLIENTS[k]].splits["train"] for k in clients], device=torch.device("cpu"))
     with forward(row, leaves, site) as logits:
-        torch.stack(
-            [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
-        ).sum().backward()
+        sum(example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)).backward()
     return [
         (own.detach(), {key: leaf.grad for key, leaf in leaf_of.items()})
         for own, leaf_of in zip(logits, leaves, strict=True)

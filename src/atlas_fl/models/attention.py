@@ -251,8 +251,9 @@ def packed_attention(
 
     `query` is (1, heads, tokens, dim), `key` and `value` may have fewer heads (grouped queries);
     the result is (1, tokens, heads, dim). Causal where the module says so, and then inside the block's own
-    `sliding_window`, as Mistral's and some of Qwen2's blocks have it. Scores are capped by `softcap`, as Gemma 2 has it. With
-    `only_first` nothing reads other rows than those of the sequences' first tokens, and these are zero.
+    `sliding_window`, as Mistral's and some of Qwen2's blocks have it. Scores are capped by
+    `softcap`, as Gemma 2 has it. With `only_first` nothing reads other rows than those of the sequences' first tokens,
+    and these are zero.
     """
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
