@@ -164,7 +164,18 @@ def test_rouge_by_hand() -> None:
     # Of 6 words each, the longest common subsequence is "the cat on mat": 4. The same words are common, and of 5 pairs
     # each "the cat" alone.
     found = rouge(["The cat sat on the mat."], ["the cat is on a mat"])
-    assert found == {"rouge1": pytest.approx(4 / 6), "rouge2": pytest.approx(1 / 5), "rougeL": pytest.approx(4 / 6)}
+    assert found == {
+        "rouge1": pytest.approx(4 / 6),
+        "rouge2": pytest.approx(1 / 5),
+        "rougeL": pytest.approx(4 / 6),
+        "exact_match": 0,
+    }
     # two of three words of the reference, in the other order: both are common, one is a subsequence
     found = rouge(["a b c", "x"], ["b a", "x"])
-    assert found == {"rouge1": pytest.approx((0.8 + 1) / 2), "rouge2": 0.0, "rougeL": pytest.approx((0.4 + 1) / 2)}
+    assert found == {
+        "rouge1": pytest.approx((0.8 + 1) / 2),
+        "rouge2": 0.0,
+        "rougeL": pytest.approx((0.4 + 1) / 2),
+        "exact_match": 0.5,
+    }
+    assert rouge(["A person ", "yes"], ["a  person", "yes."])["exact_match"] == 0.5

@@ -305,7 +305,7 @@ def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> N
     site = dataclasses.replace(site, data={name: dataclasses.replace(site.data[name], prompts=prompts)})
     job = dataclasses.replace(jobs[-1], options=EvaluateOptions(split="test", new_tokens=2))
     (whole,), (cut,) = evaluate([job], site), evaluate([dataclasses.replace(job, cut=Cut(blocks=1))], site)
-    assert {key for key in whole.metrics if key not in cut.metrics} == {"rouge1", "rouge2", "rougeL"}
+    assert {key for key in whole.metrics if key not in cut.metrics} == {"rouge1", "rouge2", "rougeL", "exact_match"}
     assert cut.metrics["loss"] == whole.metrics["loss"]
 
 

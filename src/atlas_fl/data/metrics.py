@@ -79,7 +79,8 @@ def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
 def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F1 of what was written, by the package `rouge-score`, without stemming.
 
-    Its words are runs of a-z and 0-9 in lower case; texts in other scripts have none and score 0.
+    Beside them the share of texts that are the reference but for case and spacing (`exact_match`). ROUGE's words are
+    runs of a-z and 0-9 in lower case; texts in other scripts have none and score 0.
     C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004.
     """
     from rouge_score.rouge_scorer import RougeScorer  # two seconds that other runs need not pay
@@ -87,7 +88,9 @@ def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]
     names = ("rouge1", "rouge2", "rougeL")
     scorer = RougeScorer(names)
     scored = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
-    return {name: float(np.mean([one[name].fmeasure for one in scored])) for name in names}
+    exact = [one.casefold().split() == other.casefold().split() for one, other in zip(references, written)]
+    means = {name: float(np.mean([one[name].fmeasure for one in scored])) for name in names}
+    return {**means, "exact_match": float(np.mean(exact))}
 
 
 def _classification(task: Task, labels: Labels, logits: Array) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from atlas_fl.data.chat_tasks import CHAT_TASKS
 from atlas_fl.data.embedded import EMBEDDED
 from atlas_fl.data.federations import FEDERATIONS
 from atlas_fl.data.hub import HUB_TASKS
@@ -10,7 +11,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import parse_tasks, split_description
 from atlas_fl.errors import ConfigError, unknown_name
 
-TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *FEDERATIONS, *HUB_TASKS, *VISION)}
+TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *FEDERATIONS, *CHAT_TASKS, *HUB_TASKS, *VISION)}
 
 
 def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Task, ...]:

@@ -305,7 +305,7 @@ def _writing_notes(tasks: Mapping[str, Entry]) -> list[str]:
         if "perplexity" in test:
             scores = [f"perplexity {number(test['perplexity'], 2)}"]
             scores += [
-                f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}"
+                f"{kind.replace('rouge', 'ROUGE-').replace('_', ' ')} {number(test[kind], 3)}"
                 for kind in GENERATION_METRICS[1:]
                 if kind in test
             ]

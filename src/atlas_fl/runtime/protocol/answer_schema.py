@@ -75,7 +75,7 @@ SCORES: Mapping[str, Ranges] = {
 }
 """Scores that every model has, by the kind of a task's labels (`data.metrics`)."""
 CORRELATIONS: Ranges = {"pearson": CORRELATION, "spearman": CORRELATION}
-ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE}
+ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE, "exact_match": SHARE}
 """Scores only where clients write text, and only in a round that asks for it."""
 
 
