@@ -14,6 +14,8 @@ ARCHITECTURES = (
     "electra",
     "qwen3",
     "phi3",
+    "gemma2",
+    "gemma3_text",
 )
 """Every family that the models package knows."""
 QUICK_ARCHITECTURES = ("bert", "llama")
@@ -25,6 +27,6 @@ def architectures_in_turn() -> list[object]:
     marks = {
         **dict.fromkeys(ARCHITECTURES, (pytest.mark.slow,)),
         **dict.fromkeys(QUICK_ARCHITECTURES, ()),
-        **dict.fromkeys(("mistral", "xlm-roberta", "qwen3"), (pytest.mark.slow, pytest.mark.product)),
+        **dict.fromkeys(("mistral", "xlm-roberta", "qwen3", "gemma2"), (pytest.mark.slow, pytest.mark.product)),
     }
     return [pytest.param(name, marks=marks[name]) for name in ARCHITECTURES]

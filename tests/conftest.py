@@ -46,6 +46,8 @@ _TOKENIZER_OF = {
     "electra": "bert",
     "qwen3": "qwen2",
     "phi3": "llama",
+    "gemma2": "llama",
+    "gemma3_text": "llama",
 }
 """Architectures whose tokenizer is that of another one."""
 _SPECIAL = {
@@ -79,6 +81,8 @@ TARGETS = {
     "electra": ("query", "value"),
     "qwen3": ("q_proj", "v_proj"),
     "phi3": ("qkv_proj",),
+    "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
 }
 """PEFT's own choice, spelled out."""
 
@@ -200,8 +204,13 @@ def _config(architecture: str, tokenizer: Any) -> Any:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64}
     else:
         sizes |= usual | {"max_position_embeddings": 66}
-    if architecture in ("qwen2", "qwen3", "llama", "mistral", "phi3"):
+    if architecture in ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text"):
         sizes["num_key_value_heads"] = 2
+    if architecture in ("gemma2", "gemma3_text"):
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        sizes |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": kinds}
+    if architecture == "gemma2":
+        sizes |= {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}
     if architecture == "qwen3":
         sizes["head_dim"] = 8
     if architecture == "electra":

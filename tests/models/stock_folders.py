@@ -15,13 +15,6 @@ USUAL: dict[str, Any] = {
     # wide draws, so that attention is far from uniform and a mistake in it shows
     "initializer_range": 0.25,
 }
-GEMMA: dict[str, Any] = {
-    **USUAL,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 8,
-    "query_pre_attn_scalar": 8,
-}
 DEBERTA: dict[str, Any] = {**USUAL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 0.5}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,8 +22,6 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": ("deberta-v2", {**DEBERTA, "conv_kernel_size": 3}),
     "deberta-v3": ("deberta-v2", {**DEBERTA, "share_att_key": True, "norm_rel_ebd": "layer_norm"}),
     "albert": ("albert", {**USUAL, "embedding_size": 16}),
-    "gemma2": ("gemma2", {**GEMMA, "final_logit_softcapping": 2.0}),
-    "gemma3": ("gemma3_text", GEMMA),
     "falcon": ("falcon", {**USUAL, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}),
     "t5": ("t5", T5),
     "mpnet": ("mpnet", USUAL),
@@ -38,7 +29,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_text_model": ("clip_text_model", USUAL),
 }
 """By name, transformers' name of the architecture and its sizes."""
-_TOKENIZERS = dict.fromkeys(("gemma2", "gemma3", "falcon"), "llama") | {"t5": "roberta"}
+_TOKENIZERS = {"falcon": "llama", "t5": "roberta"}
 IMAGES = ("convnext", "swin")
 
 

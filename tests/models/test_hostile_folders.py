@@ -98,6 +98,7 @@ OTHER_NAMES = {
     "gpt2": {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
     | {"intermediate_size": "n_inner", "hidden_act": "activation_function"},
     "dinov2": {"intermediate_size": "mlp_ratio"},
+    **{name: {"hidden_act": "hidden_activation"} for name in ("gemma2", "gemma3_text")},
 }
 
 

@@ -363,15 +363,17 @@ def test_what_a_config_says_of_outputs_and_attention_changes_no_logit(copy_of, a
 
 
 def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(copy_of) -> None:
-    folder = copy_of("llama")
-    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 6}
-    settings(folder, rope_parameters={"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, **factors})
-    with pytest.raises(ModelError, match="has rope_type longrope, whose rotations follow from the longest text"):
-        load_backbone(str(folder))
     folder = copy_of("bert")
     settings(folder, chunk_size_feed_forward=4)
     with pytest.raises(ModelError, match="has chunk_size_feed_forward 4, which splits rows and changes no result"):
         load_backbone(str(folder))
+
+
+def test_a_gemma_that_sees_both_ways_takes_the_stock_path(copy_of) -> None:
+    folder = copy_of("gemma3_text")
+    assert not load_backbone(str(folder)).family.stock
+    settings(folder, use_bidirectional_attention=True)
+    assert load_backbone(str(folder)).family.stock
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 3}
@@ -380,6 +382,8 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral of one": ("mistral", {"sliding_window": 1}),
     "qwen2": ("qwen2", SLIDING | {"layer_types": ["sliding_attention"] * 3}),
     "qwen2 upper blocks": ("qwen2", SLIDING | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
+    "gemma2": ("gemma2", {"sliding_window": 3}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 3}),
 }
 
 

@@ -42,7 +42,7 @@ from tests.runs.reading import rows, same_tensors, state
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 MAX_LENGTH = 60
-CAUSAL = ("gpt2", "qwen2", "llama", "mistral", "qwen3", "phi3")
+CAUSAL = ("gpt2", "qwen2", "llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3_text")
 TASKS: Mapping[str, str] = {
     "kind": "text=text",
     "same": "text=text,pair=other,label=label",
@@ -328,7 +328,7 @@ STOCK: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Any]]] = {
     "features by class": ("albert", ("kind", "same"), {"strategy": "fedpac", "fingerprint_blocks": 1}),
     "one adapter": ("falcon", ("kind", "grade"), {"strategy": "multitask"}),
     "an encoder's and a decoder's classes": ("t5", ("kind",), {"fingerprint": "delta", "dropout": 0.1}),
-    "writes on": ("gemma2", ("next",), {"adapted_blocks": 1}),
+    "writes on": ("falcon", ("next",), {"adapted_blocks": 1}),
     "writes from what it read": ("t5", ("next",), {"ranks": "budget", "new_tokens": 3}),
 }
 """Architectures without packs, each with other features of a run."""

@@ -61,7 +61,7 @@ def test_two_workers_and_one_process_make_the_same_run(config: Make, model_of) -
 
 @pytest.mark.slow
 def test_a_client_that_arrives_later_takes_part(config: Make, model_of) -> None:
-    found = run_config(config(model=model_of("gemma3"), arrive="movie-1=2", rounds=2))
+    found = run_config(config(model=model_of("falcon"), arrive="movie-1=2", rounds=2))
     assert found.complete
     passing_audit(found.folder)
 
@@ -100,7 +100,7 @@ def test_what_needs_packs_is_refused_in_one_line_and_nothing_is_left(config: Mak
 UNSUITED: Mapping[str, tuple[str, str, str]] = {
     "no classifier": ("clip_text_model", "kind", "transformers has no AutoModelForSequenceClassification or "),
     "reads both ways": ("camembert", "next", "the architecture 'camembert' reads both ways and cannot write text"),
-    "labels beside texts to write": ("gemma2", "kind next", "some tasks have labels and others text to write, and "),
+    "labels beside texts to write": ("falcon", "kind next", "some tasks have labels and others text to write, and "),
     "nothing to write after": ("t5", "free", "task 'free' has texts to write and none to write them after, and "),
     "PEFT knows no layers": ("mpnet", "kind", "PEFT knows no LoRA targets for 'mpnet'; name them with --targets, or "),
 }
@@ -157,7 +157,7 @@ def test_a_site_of_another_kind_of_task_is_refused(
     (tmp_path / "table.csv").write_text("\n".join(["text,label,answer", *rows]))
 
     def settings(task: str) -> Config:
-        folder = save_stock_folder(tmp_path / task, "gemma2", writes=task == "next")
+        folder = save_stock_folder(tmp_path / task, "falcon", writes=task == "next")
         small = config(model=str(folder), clients_per_task=1)
         return replace(small, data=replace(small.data, tasks=(), task=(f"{task}={tmp_path}/table.csv,{TABLES[task]}",)))
 

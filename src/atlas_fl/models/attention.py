@@ -146,7 +146,8 @@ class _PackedAttention(torch.autograd.Function):
     """softmax(q k^T scale) v inside every sequence; rows are (tokens, heads, dim).
 
     A causal token sees the last `window` tokens up to itself, or all of them where `window` is None. With `only_first`
-    the first token of every sequence attends, and the rows of all others are zero.
+    the first token of every sequence attends, and the rows of all others are zero. With `cap` the scores x that enter
+    the softmax are cap tanh(x / cap).
 
     Written with its own backward pass because gathering rows forwards means gathering rows backwards too,
     where autograd would scatter with `index_put`, which costs more than the products themselves.
@@ -163,6 +164,7 @@ class _PackedAttention(torch.autograd.Function):
         window: int | None,
         layout: PackedLayout,
         only_first: bool,
+        cap: float | None,
     ) -> Tensor:
         rows = _head_rows(layout, q.shape[1])
         asking = _head_rows(layout, q.shape[1], only_first=True) if only_first else rows
@@ -172,7 +174,7 @@ class _PackedAttention(torch.autograd.Function):
         asked = map(asking.buckets, (queries, out))
         seen = map(rows.buckets, (keys, values))
         for bucket, query, result, key, value in zip(layout.buckets, *asked, *seen, strict=True):
-            scores = _scaled_product(query, key.transpose(1, 2), scale)
+            scores = _capped(_scaled_product(query, key.transpose(1, 2), scale), cap)
             if bucket.bias is not None:
                 by_sequence = scores.view(bucket.count, -1, query.shape[1], bucket.length)
                 by_sequence += bucket.bias.to(scores.dtype)
@@ -186,7 +188,7 @@ class _PackedAttention(torch.autograd.Function):
             torch.bmm(weight, value, out=result)
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)
-        ctx.scale, ctx.rows, ctx.asking = scale, rows, asking  # type: ignore[attr-defined]
+        ctx.scale, ctx.rows, ctx.asking, ctx.cap = scale, rows, asking, cap  # type: ignore[attr-defined]
         return asking.unpack(out, q.shape)
 
     @staticmethod
@@ -202,16 +204,24 @@ class _PackedAttention(torch.autograd.Function):
             inner = torch.bmm(above, value.transpose(1, 2))
             # The softmax's Jacobian: P * (dP - sum(dP * P)).
             inner = inner.sub_((inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
+            if ctx.cap is not None:
+                capped = _capped(_scaled_product(query, key.transpose(1, 2), ctx.scale), ctx.cap)
+                inner = inner.mul_(1 - (capped / ctx.cap).square_())
             torch.bmm(inner, key, out=dq)
             torch.bmm(inner.transpose(1, 2), query, out=dk)
             torch.bmm(weight.transpose(1, 2), above, out=dv)
         dq = asking.unpack(dqueries, grad.shape)
-        return dq, rows.unpack(dkeys, grad.shape), rows.unpack(dvalues, grad.shape), *[None] * 5
+        return dq, rows.unpack(dkeys, grad.shape), rows.unpack(dvalues, grad.shape), *[None] * 6
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """`scale * left @ right` of two batches in one product."""
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    """The scores in place, kept between `cap` and its negative where there is one."""
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 @lru_cache(maxsize=16)
@@ -232,6 +242,7 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     layout: PackedLayout,
     only_first: bool = False,
     **kwargs: object,  # noqa: ARG001
@@ -240,8 +251,9 @@ def packed_attention(
 
     `query` is (1, heads, tokens, dim), `key` and `value` may have fewer heads (grouped queries);
     the result is (1, tokens, heads, dim). Causal where the module says so, and then inside the block's own
-    `sliding_window`, as Mistral's and some of Qwen2's blocks have it. With `only_first` nothing reads other rows
-    than those of the sequences' first tokens, and these are zero.
+    `sliding_window`, as Mistral's and some of Qwen2's blocks have it. Scores are capped by
+    `softcap`, as Gemma 2 has it. With `only_first` nothing reads other rows than those of the sequences' first tokens,
+    and these are zero.
     """
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -253,7 +265,7 @@ def packed_attention(
     # Inside autocast the softmax would hand float32 weights to a backward pass in bfloat16.
     with torch.autocast(query.device.type, enabled=False):
         out: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
-            *rows, scale, causal, sliding_window, layout, only_first and not causal
+            *rows, scale, causal, sliding_window, layout, only_first and not causal, softcap
         )
     return out[None], None
 

@@ -156,7 +156,9 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     if backbone.family.stock:
         return features
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
-    return nn.functional.linear(features, backbone.vocabulary)
+    logits = nn.functional.linear(features, backbone.vocabulary)
+    cap = getattr(backbone.model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextmanager
@@ -310,10 +312,10 @@ def run_blocks(
     With `positions`, (outputs,) int64 in the row, the last of them is the model's last block, and a family with
     `after_attention` gives (outputs, hidden) of these tokens alone.
     """
-    extra = _block_inputs(backbone, hidden, layout)
+    rotations = _rotations(backbone, hidden, layout, blocks)
     with nullcontext() if positions is None else last_block_reads_only(backbone, positions):
         states = hidden[None]
-        for index in blocks:
+        for index, extra in zip(blocks, rotations, strict=True):
             states = backbone.blocks[index](states, layout=layout, **extra)
     return states[0]
 
@@ -324,12 +326,17 @@ def norm_and_pool(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
     return pool_features(backbone, backbone.model.get_submodule(norm)(hidden) if norm else hidden, positions)
 
 
-def _block_inputs(backbone: Backbone, hidden: Tensor, layout: PackedLayout) -> dict[str, Any]:
-    """Inputs of a family's blocks besides the tokens: rotations, which all blocks share."""
+def _rotations(backbone: Backbone, hidden: Tensor, layout: PackedLayout, blocks: range) -> list[dict[str, Any]]:
+    """Inputs of each of these blocks besides the tokens: rotations, which all blocks of a kind share."""
     if backbone.family.rotary is None:
-        return {}
+        return [{}] * len(blocks)
     rotary = backbone.model.get_submodule(backbone.family.rotary)
-    return {"position_embeddings": rotary(hidden[None], layout.position_ids[None])}
+    by_kind = backbone.family.rotates_by_kind
+    kinds = [(backbone.model.config.layer_types[index],) if by_kind else () for index in blocks]
+    shared = {
+        kind: {"position_embeddings": rotary(hidden[None], layout.position_ids[None], *kind)} for kind in set(kinds)
+    }
+    return [shared[kind] for kind in kinds]
 
 
 @contextmanager
@@ -338,7 +345,7 @@ def stock_attention(backbone: Backbone) -> Iterator[None]:
     config = backbone.model.config
     # A checkpointed block is in training mode and would throw the cache away.
     checkpointed = [block for block in backbone.blocks if block.training]
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if backbone.model._supports_sdpa else "eager"  # Gemma 2 caps its scores
     for block in checkpointed:
         block.training = False
     try:

@@ -237,12 +237,6 @@ def check_config(name: str, config: Any) -> None:
         by_stage = value if isinstance(value, list) and value else [value]  # Swin has a number for each stage
         if not all(isinstance(number, int) and number >= 1 for number in by_stage):
             raise ModelError(f"model {name!r}: {CONFIG} has {key} {short_repr(value)}; it is a whole number from 1 on")
-    rotations = getattr(config, "rope_parameters", None) or {}
-    if isinstance(rotations, Mapping) and rotations.get("rope_type") == "longrope":
-        raise ModelError(
-            f"model {name!r}: {CONFIG} has rope_type longrope, whose rotations follow from the longest text of a batch,"
-            " so that texts in one row would change each other; choose another model"
-        )
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ModelError(
             f"model {name!r}: {CONFIG} has chunk_size_feed_forward {short_repr(config.chunk_size_feed_forward)}, which"

@@ -356,7 +356,8 @@ def find_family(name: str, *, writes: bool = False) -> tuple[str, Family]:
     with as_model_error(name, source), loading_lock():
         config = read_config(name, source)
         family = {**FAMILIES, **VISION_FAMILIES}.get(config.model_type)
-        if family is None:
+        # EmbeddingGemma sees both ways inside a window, which is no packed row's
+        if family is None or getattr(config, "use_bidirectional_attention", False):
             return source, stock_family(name, config, writes=writes)
         if lacks_pooler(config, family, tensor_names(name, source)):
             return source, with_trained_pooler(family)

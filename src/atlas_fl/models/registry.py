@@ -107,6 +107,8 @@ class Family:
     """The norm behind the last block."""
     rotary: str | None = None
     """The module without weights that turns position ids into what every block's attention rotates by."""
+    rotates_by_kind: bool = False
+    """True if these rotations differ by the kind of block, as the config's `layer_types` name them."""
     after_attention: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
     images: bool = False
@@ -234,8 +236,9 @@ FAMILIES: dict[str, Family] = {
                 stem=("embed_tokens",),
                 norm="norm",
                 rotary="rotary_emb",
+                rotates_by_kind=model_type == "gemma3_text",
             )
-            for model_type in ("qwen2", "qwen3", "llama", "mistral", "phi3")
+            for model_type in ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
         ),
     )
 }

@@ -490,10 +490,14 @@ def encoders(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodeRows
 def max_sequence_length(backbone: Backbone) -> int:
     """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
 
+    With `longrope` it is the longest of pre-training: a longer text would turn its whole batch by other angles.
     Raises `ModelError` for a model with positions for no text.
     """
     config = backbone.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
+    rotations = getattr(config, "rope_parameters", None) or {}
+    if rotations.get("rope_type") == "longrope":
+        positions = rotations["original_max_position_embeddings"]
     unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
     if backbone.family.stock:
         positions, unused = positions_of(backbone, positions)
