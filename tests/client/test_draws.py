@@ -213,8 +213,6 @@ def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_
 FOLDER = Path(client.__file__).parent
 FOR_ALL = {
     ("fingerprint.py", "sketch_parts"): "the projection of sketches, which are compared with those of others",
-    ("label_covariance.py", "sketch"): "the same",
-    ("label_covariance.py", "TrainOptions"): "handed on to `positions`",
     ("job.py", "simulated_secret"): "noise of a simulation without secrets",
     ("trainers.py", "seeded_globals"): "no seed of the server's: a number that `Draws` drew",
 }

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
-from atlas_fl.client.label_covariance import LABELS, label_sketch
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
@@ -31,23 +30,13 @@ PARTS = "parts"
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params; where it is
-    asked for, a third of its labels under `label_covariance.LABELS`.
+    """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params.
 
     `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
     of both halves, during the warm-up or at the shared initialisation.
     """
     warms_up = jobs[0].options.kind == "delta"
-    updates = _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
-    return [
-        replace(update, params={**update.params, LABELS: label_sketch(job, site)}) if sketches_labels(job) else update
-        for job, update in zip(jobs, updates, strict=True)
-    ]
-
-
-def sketches_labels(job: Job) -> bool:
-    """Return whether a sketch of labels comes with this fingerprint: a cut client has no features of its own."""
-    return job.options.labels and job.cut is None
+    return _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
 
 
 def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:

@@ -423,8 +423,6 @@ class ClusteringConfig:
     """Clusters below this size are merged into their nearest."""
     similarity_threshold: Annotated[float, Range(above=-1, below=1)] = 0.8
     """Noise-corrected similarity from which clients share a cluster under `corrected`."""
-    merge_similarity: Annotated[float | None, Range(above=-1, below=1)] = None
-    """Cosine from which clusters are one whose labels vary alike with features (0.3 suits); none are by default."""
     min_reliability: Annotated[float, Range(above=-1, below=1)] = 0.1
     """Agreement of a client's own halves below which it is undecided and in no cluster."""
     incremental_pca: bool = False

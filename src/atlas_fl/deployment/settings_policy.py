@@ -280,8 +280,6 @@ def _for_the_plan(config: Config, task: Task) -> Iterator[str]:
     is_full = trainable_of(config, [task]) == "full"
     if takes_fingerprints(config, task):
         yield f"two sketches of {config.clustering.sketch_dim:,} numbers"
-        if config.clustering.merge_similarity is not None:
-            yield "one of how labels vary with features"
         if config.clustering.fingerprint == "delta" and not is_full:
             yield f"{_trained(config, task)} after a warm-up"
     if not is_full:

@@ -185,23 +185,6 @@ def padding_id(backbone: Backbone) -> int:
     return int(backbone.tokenizer.pad_token_id if own is None else own)
 
 
-def mean_states(backbone: Backbone, ids: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Mean last hidden states (texts, hidden) of one client's texts."""
-    found: list[Tensor] = []
-    block = backbone.blocks[-1]
-
-    def keep(_: nn.Module, __: object, output: Any) -> None:
-        found.append(output if isinstance(output, Tensor) else output[0])
-
-    handle = block.register_forward_hook(keep)
-    try:
-        stock_outputs(backbone, ids, types, lengths)
-    finally:
-        handle.remove()
-    mask = _padded(torch.ones_like(ids), lengths, 0)[..., None]
-    return (found[-1] * mask).sum(1) / mask.sum(1)
-
-
 def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int) -> list[list[int]]:
     """The likeliest tokens after every prompt, by the stock model's own `generate`."""
     tokenizer, model = backbone.tokenizer, backbone.model

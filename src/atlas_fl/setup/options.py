@@ -222,5 +222,4 @@ def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions
         blocks=config.clustering.fingerprint_blocks,
         samples=config.clustering.fingerprint_samples,
         steps=config.clustering.fingerprint_steps * factor,
-        labels=config.clustering.merge_similarity is not None,
     )
