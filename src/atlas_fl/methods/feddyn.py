@@ -20,7 +20,7 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart
+from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
 
@@ -45,24 +45,22 @@ class FedAvgDynamic(FedAvg):
             return {}
         return {"correction": dynamic_corrections(round.server_state, round.clients, alpha=self.options.proximal_mu)}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """x by cohort, and the changes of all clients."""
-        options = self.options
-        present = [client in updates for client in federation.clients]
-        whole = {one.name: one for one in cohorts(federation, [True] * len(present), options)}
+        options, federation, updates = self.options, inputs.federation, inputs.updates
+        held = inputs.client_models
+        whole = {one.name: one for one in cohorts(federation, [True] * len(federation.clients), options)}
         changes = {client: dict(params) for client, params in changes_of(done.server_state).items()}
         models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
-        for cohort in cohorts(federation, present, options):
+        for cohort in cohorts(federation, inputs.present, options):
             clients = [federation.clients[k] for k in cohort.members]
-            for key in cohort_keys(client_models[clients[0]], cohort, options):
+            for key in cohort_keys(held[clients[0]], cohort, options):
                 for client in (client for client in clients if client in updates):
-                    change = updates[client][key].double() - client_models[client][key].double()
+                    change = updates[client][key].double() - held[client][key].double()
                     kept = changes.setdefault(client, {})
                     kept[key] = (change + kept[key].double() if key in kept else change).float().cpu()
                 mean = _mean_change(changes, key, whole[cohort.name], federation)
-                model = (done.client_models[clients[0]][key].double() + mean).to(client_models[clients[0]][key].dtype)
+                model = (done.client_models[clients[0]][key].double() + mean).to(held[clients[0]][key].dtype)
                 for client in clients:
                     models[client][key] = model
         state: ServerState = {CHANGES: changes} if changes else done.server_state

@@ -18,10 +18,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -80,12 +79,10 @@ class FedAvgOfCores(FedAvgBetweenFactors):
             "gradient": {name: torch.stack([one[name].double() for one in found]).sum(0).float() for name in found[0]}
         }
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average; once there is a gradient, everyone gets the factors that follow from it."""
-        done = super().complete(done, client_models, updates, federation)
-        first, models = next(iter(client_models.values())), done.client_models
+        done = super().complete(done, inputs)
+        first, models = next(iter(inputs.client_models.values())), done.client_models
         if any(bool(one.any()) for key, one in first.items() if key.endswith(LORA_CORE)):
             return done
         for module, gradient in tensors(subtree(done.server_state, "gradient")).items():

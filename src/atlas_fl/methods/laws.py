@@ -15,7 +15,7 @@ import torch
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers, RoundModels, StrategyOptions
 from atlas_fl.errors import AtlasError
-from atlas_fl.methods.method import Aggregated, Method, RoundStart
+from atlas_fl.methods.method import Aggregated, Method, RoundStart, StepInputs
 from atlas_fl.params import HEAD, ByClient, Params, ServerState
 
 CLIENTS = ("a", "b", "c", "d", "e")
@@ -83,8 +83,16 @@ class Trial:
             validation=dict.fromkeys(updates, 0.5),
             reports={self.method.report: reports} if reports else {},
         )
-        federation = federation or self.federation
-        return self.method.aggregate(state, before, updates, federation, round=2, answers=answers)
+        return self.method.aggregate(
+            StepInputs(
+                server_state=state,
+                client_models=before,
+                updates=updates,
+                federation=federation or self.federation,
+                round=2,
+                answers=answers,
+            )
+        )
 
     def _reports(self, updates: ByClient) -> dict[str, Params]:
         if self.method.report == "none":

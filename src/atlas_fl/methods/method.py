@@ -172,6 +172,31 @@ class Part:
         return {}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepInputs:
+    """Inputs of one server step."""
+
+    server_state: ServerState
+    client_models: ByClient
+    """The models of the last aggregation, of every client."""
+    updates: ByClient
+    """The models of those who took part, as they have trained them."""
+    federation: Federation
+    round: int
+    """Its number, from 1."""
+    answers: rules.Answers = field(default_factory=rules.Answers)
+
+    @property
+    def after(self) -> dict[str, Params]:
+        """The model of every client after local training."""
+        return rules.with_updates(self.client_models, self.updates)
+
+    @property
+    def present(self) -> list[bool]:
+        """True for each client of the federation that took part, in their order."""
+        return [client in self.updates for client in self.federation.clients]
+
+
 @dataclass(frozen=True)
 class Aggregated:
     """The result of one server step."""
@@ -328,27 +353,13 @@ class Method(Part):
             models=models,
         )
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
-        """One server step: a pure function of state, models, the updates of who took part, and the federation.
-
-        `client_models` are those of the last aggregation, of every client.
-        """
-        server_state = self.next_state(server_state, client_models, updates, federation, round=round)
-        after = rules.with_updates(client_models, updates)
-        present = [client in updates for client in federation.clients]
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
+        """One server step: a pure function of its inputs."""
+        server_state, after, federation = self.next_state(inputs), inputs.after, inputs.federation
         models = rules.RoundModels(
-            before=client_models, after=after, server_state=server_state, answers=answers or rules.Answers()
+            before=inputs.client_models, after=after, server_state=server_state, answers=inputs.answers
         )
-        matrices = self.matrices(federation, present, round=round, models=models)
+        matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
         mixed = rules.mix_by_space(after, matrices, federation, self.options, self.reduce)
         done = Aggregated(
             server_state=server_state,
@@ -356,26 +367,15 @@ class Method(Part):
             discarded=mixed.discarded,
             rows=self._applied_rows(matrices, after),
         )
-        return self.complete(done, client_models, updates, federation)
+        return self.complete(done, inputs)
 
-    def next_state(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-    ) -> ServerState:
+    def next_state(self, inputs: StepInputs) -> ServerState:
         """The server state by which this round is mixed, where updates change it before."""
-        del client_models, updates, federation, round
-        return server_state
+        return inputs.server_state
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step after the mixing, where there is more to it."""
-        del client_models, updates, federation
+        del inputs
         return done
 
     def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:

@@ -9,18 +9,17 @@ up apart, h values more; clients that train some of the heads alone, by their me
 beyond a side of a layer, its factors are orthonormal the other way. Heads of tasks are averaged inside their task.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, ServerState, lora_modules
+from atlas_fl.methods.method import Aggregated, PublishedMethod, StepInputs
+from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
 from atlas_fl.rng import torch_generator
 
 
@@ -54,12 +53,10 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
             first[module + LORA_SCALE] = torch.ones(heads)
         return first
 
-    def aggregate(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, **rest: Any
-    ) -> Aggregated:
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
         """Average the products s_i H_i."""
-        scaled = {name: with_scaled_heads(params) for name, params in updates.items()}
-        return super().aggregate(server_state, client_models, scaled, federation, **rest)
+        scaled = {name: with_scaled_heads(params) for name, params in inputs.updates.items()}
+        return super().aggregate(replace(inputs, updates=scaled))
 
 
 def with_scaled_heads(params: Params) -> dict[str, Tensor]:
