@@ -184,9 +184,6 @@ class TrainingConfig:
     prefix_cache_gb: Annotated[float, Range(least=0, most=1e6, at_site=1024), Mark.SESSION] = 1.0
     """Memory of each process for what enters the first adapted block under `--adapted-blocks`, which is then computed
     once for each example; 0 keeps nothing. It changes no number."""
-    prefix_disk_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 2.0
-    """Disk for the same, in the user's cache folder, which all processes and later runs of this machine share; 0 for
-    never. What was not used for longest makes room. It changes no number."""
 
 
 NONE, AUTO = "none", "auto"
