@@ -376,7 +376,7 @@ class ModelConfig:
     adapted_blocks: Annotated[int | None, Range(least=1), Mark.OF_ADAPTERS] = None
     """LoRA on this many uppermost blocks alone; all by default."""
     lora_alpha: Annotated[float | None, Range(above=0), Mark.OF_ADAPTERS] = None
-    """LoRA alpha; by default twice the rank, and with `--ranks capped` 8 over the square root of the rank."""
+    """LoRA alpha; twice the rank by default."""
     rslora: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0
@@ -435,11 +435,7 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
-    """`capped` (`budget` up to `--rank-cap`), `budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or
-    one rank for every layer and client."""
-    rank_cap: Annotated[int, Range(least=1, at_site=1024)] = 8
-    """Largest rank of `capped`, or the smallest candidate if that is larger; more gained no score
-    (`benchmarks/ranks_pay.py`)."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
     candidates: Annotated[
         tuple[int, ...],
         Range(least=1, at_site=1024),
