@@ -324,6 +324,6 @@ def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int]
     for module, rank in ranks.items():
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
-            scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}
-            new[module + LORA_A], new[module + LORA_B] = lora_product.resize_rank(a, b, rank=rank, **scales)
+            scales = {"old_scale": scale(a.shape[0]), "scale": scale(rank)}
+            new[module + LORA_A], new[module + LORA_B] = lora_product.sum_as_pair([a], [b], [1.0], rank=rank, **scales)
     return new

@@ -15,7 +15,7 @@ from math import inf, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import factorise, stack_factors, truncated_svd
+from atlas_fl.aggregation.lora_product import sum_as_pair
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
@@ -121,7 +121,10 @@ def scaled_change(
             new[key] = before[key] + change
     if (factor := factors.get(BODY, 1.0)) != 1.0:
         for module in pairs:
-            new |= _clipped_pair(before, after, module, how.scale, factor=factor)
+            a, b = ([models[module + end] for models in (before, after)] for end in (LORA_A, LORA_B))
+            scale, rank = how.scale(len(a[0])), len(a[0])
+            pair = sum_as_pair(a, b, [1 - factor, factor], old_scale=scale, rank=rank, scale=scale)
+            new[module + LORA_A], new[module + LORA_B] = pair
     return new
 
 
@@ -129,18 +132,6 @@ def _factor(norm: float, limit: float) -> float:
     if not isfinite(norm):
         return 0.0
     return min(1.0, limit / norm) if norm > 0 else 1.0
-
-
-def _clipped_pair(
-    before: Params, after: Params, module: str, scale: Callable[[int], float], *, factor: float
-) -> dict[str, Tensor]:
-    a, b = ([models[module + end] for models in (before, after)] for end in (LORA_A, LORA_B))
-    rank = a[0].shape[0]
-    stacks = stack_factors(a, b, [scale(rank)] * 2)
-    weights = torch.tensor([[1 - factor] * rank + [factor] * rank], dtype=torch.float64, device=a[0].device)
-    best = truncated_svd(*stacks, weights, ranks=[rank])[0]
-    new_a, new_b, _ = factorise(best, a[0], rank=rank, scale=scale(rank))
-    return {module + LORA_A: new_a.to(a[0].dtype).contiguous(), module + LORA_B: new_b.to(b[0].dtype).contiguous()}
 
 
 def bound_updates(

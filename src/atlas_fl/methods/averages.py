@@ -21,16 +21,20 @@ class Local(Method):
         return np.eye(len(step.present))
 
 
-class FedAvg(Method):
+class Averaging(Method):
+    """A method that begins with one average over all clients, weighted by examples; heads only inside their task."""
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples in each row."""
+        return weighted_average(self.options, step)
+
+
+class FedAvg(Averaging):
     """One average over all clients, weighted by examples; heads only inside their task."""
 
     name = "fedavg"
     differs = "whole models"
     is_average = True
-
-    def rule(self, step: MixingContext) -> np.ndarray:
-        """The shares of the examples in each row."""
-        return weighted_average(self.options, step)
 
 
 class FedAvgCluster(Method):

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.models.lora import with_core
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
@@ -21,13 +21,11 @@ CORE_SETTINGS: Mapping[str, object] = {"space": "factors", "share": ("A", "B", "
 """Settings of methods that train blocks alone."""
 
 
-class FedAvgBetweenFactors(FedAvg):
+class FedAvgBetweenFactors(Averaging):
     """The average of the blocks; the factors keep their bits."""
 
-    needs = "equal ranks"
     in_factors = True
     equal_ranks = True
-    is_average = False
     takes_newcomers = False
     holds_frozen = True
     across_machines = "has a factor between A and B, which no message across machines holds yet"

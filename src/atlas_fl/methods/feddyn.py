@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
@@ -28,14 +28,12 @@ CHANGES = "changes"
 """Where the server state has the e_k, by client and parameter."""
 
 
-class FedAvgDynamic(FedAvg):
+class FedAvgDynamic(Averaging):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
 
     name = "fedavg_dynamic"
-    differs = ""
     equal_ranks = True
     in_factors = True
-    is_average = False
     fixed: ClassVar = {"space": "factors", "within": "all"}
     across_machines = SECOND_TENSORS
 
@@ -99,5 +97,4 @@ FEDDYN = PublishedMethod(
     rule="fedavg_dynamic",
     settings=FACTORS,
     suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
 )

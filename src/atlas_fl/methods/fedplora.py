@@ -57,7 +57,6 @@ class FedAvgByRankOne(WithFrozenPart):
     """Fed-PLoRA: modules of rank one, averaged over those that trained them; the others stand frozen at a client."""
 
     name = "fedavg_by_rank_one"
-    differs = ""
 
     def init(self, client_models: ByClient) -> ServerState:
         """The modules of the largest rank, of which every client holds the first."""

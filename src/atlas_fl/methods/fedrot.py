@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
@@ -47,17 +47,15 @@ def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgRotated(FedAvg):
+class FedAvgRotated(Averaging):
     """The average of factors that are rotated towards those that were sent (`--rotation-strength`); heads by task."""
 
     rotation_strength: Annotated[float, Range(least=0, most=1), Tried("fedrot", values=(0.5, 0.25, 0.75, 1.0))] = 0.5
     """Strength with which `fedrot` rotates each client's factors towards those that it was sent: 0 is none, 1 all."""
 
     name = "fedavg_rotated"
-    differs = ""
     equal_ranks = True
     in_factors = True
-    is_average = False
     fixed: ClassVar = {"space": "factors", "within": "all"}
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
@@ -77,5 +75,4 @@ FEDROT = PublishedMethod(
     rule="fedavg_rotated",
     differs="the server rotates, there each client; a client without others is not rotated",
     settings=FACTORS,
-    equal_ranks=True,
 )

@@ -43,7 +43,6 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     """Share of the learning rate that the first step of all weights is as large as, from which Fed-SB's factors are."""
 
     name = "fedavg_of_cores"
-    differs = ""
     steps_on = True
     extra_passes = "passes over the training examples: those of round one again, for gradients"
     report = "weight_gradients"
@@ -132,5 +131,4 @@ FEDSB = PublishedMethod(
     differs="the gradient is measured in round one over all its batches, in which only heads train",
     rule="fedavg_of_cores",
     settings=CORE_SETTINGS,
-    equal_ranks=True,
 )

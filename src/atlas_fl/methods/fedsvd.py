@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import RELATIVE_RANK, row_signs
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, lora_modules
 
@@ -35,14 +35,12 @@ def orthonormal_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (signs[:, None] * rows).to(a.dtype), (left * (sizes * signs)).to(b.dtype).contiguous()
 
 
-class FedAvgOrthonormal(FedAvg):
+class FedAvgOrthonormal(Averaging):
     """The average of factors, taken apart anew so that the rows of A are orthonormal; heads only inside their task."""
 
     name = "fedavg_orthonormal"
-    differs = ""
     equal_ranks = True
     in_factors = True
-    is_average = False
     moves_untrained = True
     fixed: ClassVar = {"space": "factors", "within": "all"}
 
@@ -65,5 +63,4 @@ FEDSVD = PublishedMethod(
     differs="private gradients are left out; below full rank factors stay; four times the rate of others, as of ffa",
     settings={**FACTORS, "trained_parts": "B"},
     suggested={"rate_factor": 4.0},
-    equal_ranks=True,
 )

@@ -105,5 +105,4 @@ FEDTREELORA_OUTSIDE = PublishedMethod(
     differs="the outside adapters go down in every round; updates build the tree",
     rule="fedavg_in_tree_and_outside",
     settings=FACTORS,
-    equal_ranks=True,
 )

@@ -20,7 +20,6 @@ class FedAvgStacked(WithFrozenPart):
     """FLoRA: the sum of all products joins the frozen part, and adapters begin again; heads only inside their task."""
 
     name = "fedavg_stacked"
-    differs = ""
     begins_again = True
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:

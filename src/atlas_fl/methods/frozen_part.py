@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter, stack_products, to_adapter
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs
 from atlas_fl.methods.second_model import SecondModel, stack
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
@@ -58,11 +58,10 @@ class FrozenCompanion(SecondModel):
                 weight.clamp_(0.0, 1.0)
 
 
-class WithFrozenPart(FedAvg):
+class WithFrozenPart(Averaging):
     """FedAvg of factors or a fresh start, and a frozen part that makes the average of the products exact."""
 
     in_factors = True
-    is_average = False
     takes_newcomers = False
     across_machines = SECOND_TENSORS
     holds_frozen = True

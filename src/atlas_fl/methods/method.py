@@ -483,7 +483,7 @@ class PublishedMethod:
     suggested: Mapping[str, Any] = field(default_factory=dict)
     """Values of its own knobs, in the place of the defaults that switch it off."""
     equal_ranks: bool = False
-    """Every client must have the same rank in every layer."""
+    """Every client must have the same rank in every layer, beyond what the rule says."""
     differs: str = ""
     """What differs from its paper, as of a `Method`."""
 

@@ -25,7 +25,6 @@ class FedAvgByRank(ByCohort):
     """The weighted average, of each rank's part of the products over the clients that have it; heads by task."""
 
     name = "fedavg_by_rank"
-    differs = ""
     needs = ""
     fixed: ClassVar = {"space": "product"}
 

@@ -31,7 +31,6 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
     """Heads of `ravan`, between which the rank is divided; a divisor of it."""
 
     name = "fedavg_of_heads"
-    differs = ""
 
     def begin(self, client_models: ByClient) -> ByClient:
         """Orthonormal factors, the same for everyone, with H_i = 0 and s_i = 1."""
@@ -73,5 +72,4 @@ RAVAN = PublishedMethod(
     differs="all clients train all heads",
     rule="fedavg_of_heads",
     settings=CORE_SETTINGS,
-    equal_ranks=True,
 )
