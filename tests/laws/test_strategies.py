@@ -38,10 +38,10 @@ OPTIONS = [
     for words in (
         {"space": "product"},
         {"space": "factors", "align": "truncate", "bipartition_norm": 12.0},
-        {"laplacian": "metropolis", "layer_weighting": "importance", "gram_by": "layer"},
+        {"layer_weighting": "importance", "gram_by": "layer"},
     )
 ]
-IDS = ["product", "truncate", "metropolis-by-layer"]
+IDS = ["product", "truncate", "by-layer"]
 OF_GRAPHS = ("atlas_laplacian", "atlas", "kriging", "pfedgraph", "mta")
 """Rules that read more of the options than space and alignment: the Laplacian's, or `gram_by`."""
 
@@ -381,10 +381,9 @@ def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(nam
     assert left.keys() == right.keys() and all(torch.equal(left[path], right[path]) for path in left)
 
 
-@pytest.mark.parametrize("laplacian", ["symmetric", "random_walk", "metropolis"])
-def test_eta_zero_is_local_training(laplacian, federation):
+def test_eta_zero_is_local_training(federation):
     updates = models(0)
-    _, start = step("atlas_laplacian", {"eta": 0.0, "laplacian": laplacian}, federation, updates)
+    _, start = step("atlas_laplacian", {"eta": 0.0}, federation, updates)
     assert all(start[client] is updates[client] for client in CLIENTS)
 
 

@@ -191,7 +191,6 @@ class StrategyOptions:
     within: str = "all"
     eta: float = 0.1
     eta_decay: float = 1.0
-    laplacian: str = "random_walk"
     layer_weighting: str = "none"
     proximal_mu: float = 0.0
     second_model: str = "none"

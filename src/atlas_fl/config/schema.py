@@ -479,8 +479,6 @@ class MixingConfig:
     """Step of the Laplacian: 0 mixes nothing."""
     eta_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     """Factor on eta after each round."""
-    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
-    """Form of the graph's Laplacian, which sets the mean that mixing keeps."""
     alpha: Annotated[float | None, Range(above=0)] = None
     """Sharpness of the graph's RBF; one over the median squared distance by default."""
     graph: Literal["similarity", "uniform", "adaptive"] = "similarity"
