@@ -33,14 +33,11 @@ def change_norms(before: Params, after: Params, how: StrategyOptions) -> dict[st
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
     for key in shared:  # a set has no order, and the sum of floats follows it
         if key not in in_pairs:
-            squares[HEADS if key.startswith(HEAD) else BODY] += _square(after[key], before[key])
+            # a difference of float32 overflows above 3.4e38, and then it is infinite, which is too large indeed
+            norm = float(torch.linalg.vector_norm(after[key] - before[key], dtype=torch.float64))
+            squares[HEADS if key.startswith(HEAD) else BODY] += norm**2
     squares[BODY] += _product_square(before, after, pairs, how.scale)
     return {part: sqrt(square) for part, square in squares.items()}
-
-
-def _square(after: Tensor, before: Tensor) -> float:
-    # a difference of float32 overflows above 3.4e38, and then it is infinite, which is too large indeed
-    return float(torch.linalg.vector_norm(after - before, dtype=torch.float64)) ** 2
 
 
 def _product_square(before: Params, after: Params, modules: Sequence[str], scale: Callable[[int], float]) -> float:
@@ -66,7 +63,8 @@ def find_excesses(
     there is no measure.
     """
     medians: dict[str, dict[str, tuple[float, int]]] = {client: {} for client in norms}
-    for part, cohort in _cohorts(norms, tasks):
+    by_task = [[client for client in norms if tasks[client] == task] for task in dict.fromkeys(tasks.values())]
+    for part, cohort in [(BODY, list(norms)), *((HEADS, clients) for clients in by_task if clients)]:
         middle = statistics.median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
             medians[client][part] = (middle, len(cohort))
@@ -81,14 +79,6 @@ def find_excesses(
             limits = {name: ratio * own_middle for name, (own_middle, _) in by_part.items()}
             excesses[client] = (f"{reason} {middle:.3g} of {size} clients", limits)
     return excesses
-
-
-def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """(part, clients that are compared in it)."""
-    by_task: dict[str, list[str]] = {}
-    for client in norms:
-        by_task.setdefault(tasks[client], []).append(client)
-    return [(BODY, list(norms)), *((HEADS, clients) for clients in by_task.values())]
 
 
 def clip_update(

@@ -8,11 +8,10 @@ holds heads (rank / heads)^2 values a layer. Predictions and exports have A with
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.models.lora import with_core
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
@@ -21,15 +20,12 @@ CORE_SETTINGS: Mapping[str, object] = {"space": "factors", "share": ("A", "B", "
 """Settings of methods that train blocks alone."""
 
 
-class FedAvgBetweenFactors(Averaging):
+class FedAvgBetweenFactors(AveragingFactors):
     """The average of the blocks; the factors keep their bits."""
 
-    in_factors = True
-    equal_ranks = True
     takes_newcomers = False
     holds_frozen = True
     across_machines = "has a factor between A and B, which no message across machines holds yet"
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
     changes_prediction = True
 

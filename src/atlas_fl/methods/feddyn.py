@@ -12,14 +12,13 @@ A client alone with its model, or head, has no e_k. A and B are summed apart, an
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
@@ -28,13 +27,10 @@ CHANGES = "changes"
 """Where the server state has the e_k, by client and parameter."""
 
 
-class FedAvgDynamic(Averaging):
+class FedAvgDynamic(AveragingFactors):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
 
     name = "fedavg_dynamic"
-    equal_ranks = True
-    in_factors = True
-    fixed: ClassVar = {"space": "factors", "within": "all"}
     across_machines = SECOND_TENSORS
 
     def send(self, round: RoundStart) -> TreesByClient:

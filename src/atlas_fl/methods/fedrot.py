@@ -13,12 +13,12 @@ client without others is not rotated.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
@@ -47,16 +47,13 @@ def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgRotated(Averaging):
+class FedAvgRotated(AveragingFactors):
     """The average of factors that are rotated towards those that were sent (`--rotation-strength`); heads by task."""
 
     rotation_strength: Annotated[float, Range(least=0, most=1), Tried("fedrot", values=(0.5, 0.25, 0.75, 1.0))] = 0.5
     """Strength with which `fedrot` rotates each client's factors towards those that it was sent: 0 is none, 1 all."""
 
     name = "fedavg_rotated"
-    equal_ranks = True
-    in_factors = True
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
         """The average of the rotated updates."""

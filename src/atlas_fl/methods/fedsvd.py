@@ -10,13 +10,12 @@ others has no server step. The private gradients (DP-SGD) that the method is mad
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import RELATIVE_RANK, row_signs
-from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, lora_modules
 
@@ -35,14 +34,11 @@ def orthonormal_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (signs[:, None] * rows).to(a.dtype), (left * (sizes * signs)).to(b.dtype).contiguous()
 
 
-class FedAvgOrthonormal(Averaging):
+class FedAvgOrthonormal(AveragingFactors):
     """The average of factors, taken apart anew so that the rows of A are orthonormal; heads only inside their task."""
 
     name = "fedavg_orthonormal"
-    equal_ranks = True
-    in_factors = True
     moves_untrained = True
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The factors that all have in common, taken apart anew."""

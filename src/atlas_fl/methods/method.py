@@ -188,8 +188,8 @@ class StepInputs:
 
     @property
     def after(self) -> dict[str, Params]:
-        """The model of every client after local training."""
-        return rules.with_updates(self.client_models, self.updates)
+        """The model of every client after local training: its update, or its old one where it took no part."""
+        return {client: self.updates.get(client, params) for client, params in self.client_models.items()}
 
     @property
     def present(self) -> list[bool]:
@@ -392,7 +392,10 @@ class Method(Part):
         present = [client not in fresh for client in federation.clients]
         everyone = {**client_models, **fresh}
         models = rules.RoundModels(before=everyone, after=everyone, server_state=server_state)
-        rule: rules.Rule = rules.for_newcomers(self.arrival)
+
+        def rule(step: rules.MixingContext) -> np.ndarray:
+            return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
+
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
         by_client = rules.mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
         return {client: by_client[client] for client in fresh}

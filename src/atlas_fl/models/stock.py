@@ -6,7 +6,7 @@ for the model's own tensors of these names (`PARTS`). A model that writes keeps 
 the logits of the tokens to be written.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from inspect import signature
 from typing import Any
 
@@ -62,8 +62,9 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
     images = auto is AutoModelForImageClassification
     last, parts = ("", dict[str, tuple[int, ...]]()) if writes else head_of(name, model)
     inside = "" if model.base_model is model else f"{model.base_model_prefix}."
-    first, *others = _block_lists(name, model)
-    if not any(isinstance(module, nn.Linear | Conv1D) for module in _modules_of(model, (first, *others))):
+    first, *others = block_lists(name, model)
+    inner = (module for path in (first, *others) for module in model.get_submodule(path).modules())
+    if not any(isinstance(module, nn.Linear | Conv1D) for module in inner):
         raise ModelError(
             f"model {name!r} ({config.model_type}) has no linear layer in its blocks, and adapters stand on no other;"
             " choose another model, or --tune whole where it sees images"
@@ -107,11 +108,7 @@ def head_of(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int
     return last, {key: shapes[key] for key in shapes if not key.startswith((inside, f"{last}."))}
 
 
-def _modules_of(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
-    return (module for path in paths for module in model.get_submodule(path).modules())
-
-
-def _block_lists(name: str, model: nn.Module) -> list[str]:
+def block_lists(name: str, model: nn.Module) -> list[str]:
     """Paths of the outermost lists of modules that hold layers, in the model's order."""
     paths: list[str] = []
     for path, module in model.named_modules():

@@ -75,7 +75,18 @@ def discover_tasks(
         return _without_clusters(models, clients=len(assembly.clients))
     tasks = [client.task.name for client in assembly.clients]
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
-    clustering = _cluster_sketches(assembly, sketches, tasks, previous)
+    phase = assembly.config.clustering
+    settings = ClusteringSettings(
+        **settings_for(assembly.config, ClusteringSettings),
+        threshold=phase.similarity_threshold,
+        centre=phase.fingerprint in FINGERPRINTS and FINGERPRINTS[phase.fingerprint].centre,
+    )
+    if phase.clusters == "oracle":
+        clustering = oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
+    else:
+        clustering = cluster_clients(
+            sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names
+        )
     losses = {update.client: update.metrics["loss"] for update in updates}
     report = _clustering_report(clustering, assembly.names, tasks, losses)
     return TaskDiscovery(
@@ -179,20 +190,6 @@ def models_after_fingerprints(
     if assembly.is_full:
         return warm_up_models(assembly, cuts)
     return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
-
-
-def _cluster_sketches(
-    assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
-) -> Clustering:
-    options = assembly.config.clustering
-    settings = ClusteringSettings(
-        **settings_for(assembly.config, ClusteringSettings),
-        threshold=options.similarity_threshold,
-        centre=options.fingerprint in FINGERPRINTS and FINGERPRINTS[options.fingerprint].centre,
-    )
-    if options.clusters == "oracle":
-        return oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
-    return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
 def _clustering_report(
