@@ -212,7 +212,8 @@ def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_
 
 FOLDER = Path(client.__file__).parent
 FOR_ALL = {
-    ("fingerprint.py", "sketch_parts"): "the projection of sketches, which are compared with those of others",
+    ("fingerprint.py", "sketch"): "the projection of sketches, which are compared with those of others",
+    ("fingerprint.py", "sketch_parts"): "the same",
     ("job.py", "simulated_secret"): "noise of a simulation without secrets",
     ("trainers.py", "seeded_globals"): "no seed of the server's: a number that `Draws` drew",
 }
