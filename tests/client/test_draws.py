@@ -138,7 +138,7 @@ def asked_of(tiny, name: str) -> list[object]:
     weights = tuple(key for key in full_params(tiny, labels=2) if key.endswith("query.weight"))
     jobs: dict[str, list[object]] = {
         "train": [TRAIN, dataclasses.replace(TRAIN, report="halves"), dataclasses.replace(TRAIN, most=5)],
-        "fingerprint": [dataclasses.replace(LOOK, kind=kind, labels=True) for kind in ("delta", "gradient", "fisher")],
+        "fingerprint": [dataclasses.replace(LOOK, kind=kind) for kind in ("delta", "gradient", "fisher")],
         "importance": [ImportanceOptions(kind="gradient", train=TRAIN, batches=2)],
         "sensitivity": [SensitivityOptions(seed=2, examples=5, names=weights)],
     }
