@@ -37,7 +37,7 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.method import Method
+from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import ByClient, Params
 from atlas_fl.rng import torch_generator
@@ -266,7 +266,8 @@ def server_step(
     accepted, _ = bound_updates(current, good, tasks, SPACE, mode=mode, ratio=10)
     # as in `experiment.rounds.one_round`
     linked = without_edges(federation, sorted(sent.keys() - accepted.keys()))
-    mixed = strategy.aggregate({}, current, accepted, linked, round=round).client_models
+    inputs = StepInputs(server_state={}, client_models=current, updates=accepted, federation=linked, round=round)
+    mixed = strategy.aggregate(inputs).client_models
     bad = unusable_models(mixed)
     return {name: current[name] if name in bad else params for name, params in mixed.items()}, sorted(
         sent.keys() - accepted.keys()

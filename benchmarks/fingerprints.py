@@ -6,7 +6,6 @@ the mean adjusted Rand index and how often the tasks were found exactly.
 
     python benchmarks/fingerprints.py measure --to sketches --device cuda
     python benchmarks/fingerprints.py table --of sketches
-    python benchmarks/fingerprints.py table --of sketches --kinds fisher --methods corrected --merge 0.3
 """
 
 import argparse
@@ -25,10 +24,9 @@ from atlas_fl.client.batching import packs
 from atlas_fl.client.fingerprint import delta_sketch, half_job
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.label_covariance import label_sketch
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
-from atlas_fl.clustering.cluster import cluster_clients, merge_clusters
+from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement
 from atlas_fl.clustering.sketch import sketch
@@ -115,12 +113,6 @@ def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
     return {kind: np.array(rows) for kind, rows in sketches.items()}
 
 
-def label_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
-    """Sketches (clients, 2, dim) of how labels vary with features, of all examples: both places hold the same."""
-    rows = [label_sketch(job, site).numpy() for job in jobs]
-    return {"labels": np.array([[row, row] for row in rows])}
-
-
 def measure(args: argparse.Namespace) -> None:
     args.to.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
@@ -135,8 +127,6 @@ def measure(args: argparse.Namespace) -> None:
             sketches = deltas(site, jobs) if "delta" in args.kinds else {}
             if "gradient" in args.kinds:
                 sketches |= gradient_sketches(site, jobs)
-            if "labels" in args.kinds:
-                sketches |= label_sketches(site, jobs)
             for kind, rows in sketches.items():
                 shaped = rows.reshape(args.seeds, clients, 2, DIM)
                 arrays[f"{name}|{kind}"] = shaped.astype(np.float16)
@@ -153,7 +143,7 @@ def table(args: argparse.Namespace) -> None:
     sets = [name for name in SETS if any(key.split("|")[0] == name for arrays in by_size.values() for key in arrays)]
     print("| fingerprint | clustering | examples | " + " | ".join(sets) + " | mean ARI | exact |")
     print("|---|---|---|" + "---|" * (len(sets) + 2))
-    kinds = sorted({key.split("|")[1] for arrays in by_size.values() for key in arrays} - {"labels"})
+    kinds = sorted({key.split("|")[1] for arrays in by_size.values() for key in arrays})
     for kind in args.kinds or kinds:
         for method in args.methods:
             for size, arrays in sorted(by_size.items()):
@@ -161,13 +151,13 @@ def table(args: argparse.Namespace) -> None:
                 for name in sets:
                     read = name != "two of one kind" and args.truth == "read"
                     truth = [task if read else SENTIMENT.get(task, task) for task in SETS[name] for _ in range(3)]
-                    measured, labels = arrays.get(f"{name}|{kind}"), arrays.get(f"{name}|labels")
+                    measured = arrays.get(f"{name}|{kind}")
                     if measured is None:  # not measured for this fingerprint
                         row.append(math.nan)
                         continue
                     scores = [
-                        ari(settings(seed, kind, method, args.threshold), rows, truth, extra, merge=args.merge)
-                        for seed, (rows, extra) in enumerate(zip(measured, measured if labels is None else labels))
+                        ari(settings(seed, kind, method, args.threshold), rows, truth)
+                        for seed, rows in enumerate(measured)
                     ]
                     row.append(float(np.mean(scores)))
                     exact, total = exact + sum(score == 1 for score in scores), total + len(scores)
@@ -181,15 +171,10 @@ def settings(seed: int, kind: str, method: str, threshold: float) -> ClusteringS
     )
 
 
-def ari(
-    settings: ClusteringSettings, rows: np.ndarray, truth: list[str], labels: np.ndarray, *, merge: float | None
-) -> float:
+def ari(settings: ClusteringSettings, rows: np.ndarray, truth: list[str]) -> float:
     unit = rows.astype(np.float32)
     unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
     clustering = cluster_clients(unit[:, 0], unit[:, 1], settings=settings)
-    if merge is not None:
-        names = [str(number) for number in range(len(truth))]
-        clustering = merge_clusters(clustering, labels[:, 0].astype(np.float32), threshold=merge, names=names)
     return agreement(clustering.labels, truth)["ari"]
 
 
@@ -203,14 +188,13 @@ def main() -> None:
     first.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     first.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
     first.add_argument("--batches", type=int, default=6)
-    first.add_argument("--kinds", nargs="+", choices=("delta", "gradient", "labels"), default=["delta", "gradient"])
+    first.add_argument("--kinds", nargs="+", choices=("delta", "gradient"), default=["delta", "gradient"])
     second = commands.add_parser("table")
     second.add_argument("--of", type=Path, required=True)
     second.add_argument("--kinds", nargs="+")
     second.add_argument("--methods", nargs="+", default=["corrected", "atlas", "silhouette"])
     second.add_argument("--threshold", type=float, default=0.6, help="of `corrected`; a run has 0.8")
     second.add_argument("--truth", choices=("read", "asked"), default="read")
-    second.add_argument("--merge", type=float, help="the cosine of labels from which clusters are joined")
     args = parser.parse_args()
     measure(args) if args.command == "measure" else table(args)
 

@@ -4,38 +4,22 @@ The same clients train adapters on the upper blocks of a model and score themsel
 by packs that run through all blocks in every step. They take turns; the largest difference of the adapters afterwards
 says whether they did the same work (states of a chunk differ from those of a pack in their last bits).
 
-With `--disk`, instead: does reading these states from their files beat computing them? Three caches without memory take
-turns with the same splits: one computes, one computes and writes, one reads what that wrote, from the disk and again
-from the page cache. The bits are compared.
-
     OMP_NUM_THREADS=1 python benchmarks/prefix.py                     # two of six blocks, MiniLM
     python benchmarks/prefix.py --adapted-blocks 1 --rounds 10
-    OMP_NUM_THREADS=1 python benchmarks/prefix.py --disk              # in a temporary folder: TMPDIR says where
 """
 
 import argparse
 import dataclasses
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from atlas_fl.client.batching import make_row
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config, DataConfig, RunConfig
 from atlas_fl.config.schema import ModelConfig
-from atlas_fl.models.prefix_cache import PrefixCache
-from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.setup.assembly import assemble
-from atlas_fl.storage.state_files import StateFiles
 
 RANK = 8
 
@@ -59,50 +43,6 @@ def largest_difference(left: list[Update], right: list[Update]) -> float:
     )
 
 
-def drop_from_page_cache(folder: Path) -> None:
-    """Of this system; what lies below a virtual machine may still hold the files."""
-    for path in folder.iterdir():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())  # what is not written yet is not dropped
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def states_of(split: EncodedExamples, site: Site, folder: Path | None) -> tuple[float, Tensor]:
-    """Seconds for the states of a split, and these; files of a folder are used where one is given."""
-    files = None if folder is None else StateFiles(folder, budget_bytes=2 << 30)
-    cache = PrefixCache(chunk_tokens=site.prefix_cache.chunk_tokens, files=files, key="benchmark")
-    own = dataclasses.replace(site, prefix_cache=cache)
-    began = time.perf_counter()
-    row = make_row([split.take(np.arange(len(split)))], own)
-    assert row.prefix is not None
-    return time.perf_counter() - began, row.prefix
-
-
-def compare_with_disk(site: Site, *, passes: int = 3) -> None:
-    """Print seconds of computing, writing and reading the states of all splits, and the ratios by pass."""
-    splits = [split for tokens in site.data.values() for split in tokens.splits.values()]
-    examples = sum(len(split) for split in splits)
-    for number in range(passes):
-        seconds = dict.fromkeys(("computed", "computed and written", "read from disk", "read from page cache"), 0.0)
-        size = 0
-        for split in splits:
-            with tempfile.TemporaryDirectory() as name:
-                found = []
-                for what in seconds:
-                    if what == "read from disk":
-                        drop_from_page_cache(Path(name))
-                    taken, states = states_of(split, site, None if what == "computed" else Path(name))
-                    seconds[what] += taken
-                    found.append(states)
-                assert all(torch.equal(states, found[0]) for states in found)
-                size += found[0].nbytes
-        if not number:
-            print(f"{examples} examples, {size / 1e6:.1f} MB, {size / examples / 1e3:.1f} kB each")
-        told = ", ".join(f"{what} in {own:.2f} s" for what, own in seconds.items())
-        ratios = ", ".join(f"{seconds['computed'] / seconds[what]:.3g}" for what in list(seconds)[1:])
-        print(f"pass {number + 1}: {told}; computing takes {ratios} times as long")
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -110,7 +50,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--disk", action="store_true")
     return parser.parse_args()
 
 
@@ -124,9 +63,6 @@ def main() -> None:
     assembly = assemble(config)
     site = assembly.site
     assert site.first_adapted, "some blocks carry no adapters"
-    if args.disk:
-        compare_with_disk(site)
-        return
     ranks = (0,) * site.first_adapted + (RANK,) * (assembly.shape.num_layers - site.first_adapted)
     options = TrainOptions(seed=0, rounds=args.rounds, lr=1e-3)
     jobs = [

@@ -56,6 +56,8 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEARNING_RATES = {"quick-trec": 1e-3, "label-skew": 5e-3, "quick": 1e-3}
 """The rates that the multiples are of: the model's own, and for two of six blocks half of the preset's for one."""
+CAPPED = {"ranks": "budget", "candidates": (4, 8), "rslora": True, "lora_alpha": 8.0}
+"""The settings of `capped`: ranks by importance up to 8, whose scale falls as the best rate does."""
 RANKS = ("budget", "4", "64", "capped", "8", "uniform", "16", "matched")
 MULTIPLES = (2.0, 4.0, 1.0, 8.0, 0.5)
 DEVELOPMENT_SEEDS = (9003,)
@@ -86,7 +88,8 @@ class Run:
         values = dict(TAILS if self.purpose == "tail" else FEDERATIONS[self.federation])
         preset = find_preset(values.pop("preset"), dial=values.pop("dial", None))
         if self.purpose != "tail":
-            values |= {"ranks": self.ranks, "lr": LEARNING_RATES[self.federation] * self.multiple}
+            values |= {"lr": LEARNING_RATES[self.federation] * self.multiple}
+            values |= CAPPED if self.ranks == "capped" else {"ranks": self.ranks}
         return with_values(
             preset, values | {"strategy": self.rule, "seed": self.seed, "alone": "none", "runs_dir": folder}
         )

@@ -1,17 +1,15 @@
-"""Fisher information against a backward pass an example, and a sparse step against a dense one.
+"""A sparse step against a dense one.
 
-Both sides take turns in one process; the ratios are of the sums over the turns. Fisher information: a vision
-transformer of the size of ViT-S (12 blocks, width 384, patches of 16, random weights), the same labels on both sides,
-all parameters. The loop runs on as many of the examples as `--loop` says, and its seconds are taken for an example.
-Steps: 21 M values in the shapes of that model, momentum 0.9, decay 1e-4, against torch.optim.SGD as it comes and fused;
-then whole local steps, of 16 images forward and back. Clients without a mask use the fused one.
+All sides take turns in one process. Steps: 21 M values in the shapes of a vision transformer of the size of ViT-S (12
+blocks, width 384, patches of 16, random weights), momentum 0.9, decay 1e-4, against torch.optim.SGD as it comes and
+fused; then whole local steps, of 16 images forward and back. Clients without a mask use the fused one.
 
     python benchmarks/sparse.py
 """
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TypedDict
 
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms, logits_of_module
 from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import make_mask
 
@@ -56,47 +53,6 @@ def vit(pixels: int) -> torch.nn.Module:
     torch.manual_seed(0)
     model: torch.nn.Module = ViTForImageClassification(config)
     return model.eval()
-
-
-def by_loop(model: torch.nn.Module, inputs: Tensor, numbers: Tensor) -> dict[str, Tensor]:
-    """The usual way: a backward pass for every example."""
-    sums = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
-    leaves = list(model.parameters())
-    for value, number in zip(inputs, numbers, strict=True):
-        logits = model(value[None]).logits[0]
-        gradients = torch.autograd.grad(logits.log_softmax(-1)[draw_label(logits, number)], leaves)
-        for total, gradient in zip(sums.values(), gradients, strict=True):
-            total.addcmul_(gradient, gradient)
-    return sums
-
-
-def difference(scores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest one, in parts of the largest number of each parameter; without the biases of keys, which are zero."""
-    names = [name for name in expected if not name.endswith(("k_proj.bias", "key.bias"))]
-    return max(float((scores[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in names)
-
-
-def measure_fisher(args: argparse.Namespace, pixels: int) -> None:
-    model = vit(pixels)
-    params = dict(model.named_parameters())
-    logits = logits_of_module(model, lambda output: output.logits)
-    inputs = torch.randn(args.examples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
-    numbers = torch.from_numpy(label_uniforms(0, args.examples))
-    words = {"names": list(params), "seed": 0, "memory_bytes": args.memory << 20}
-    few = inputs[: args.loop]
-    error = difference(
-        fisher_scores(logits, params, inputs=few, **words).sums, by_loop(model, few, numbers[: args.loop])
-    )
-    ours, loop = [], []
-    for _ in range(args.turns):
-        loop.append(seconds(lambda: by_loop(model, few, numbers[: args.loop]), args.clock) / args.loop)
-        ours.append(seconds(lambda: fisher_scores(logits, params, inputs=inputs, **words), args.clock) / args.examples)
-    print(
-        f"{pixels} pixels, {sum(value.numel() for value in params.values()) / 1e6:.1f} M weights: "
-        f"loop {1e3 * sum(loop) / args.turns:.0f} ms an example, ours {1e3 * sum(ours) / args.turns:.0f} ms, "
-        f"turns {', '.join(f'{a / b:.2f}' for a, b in zip(loop, ours))}, largest difference {error:.0e}"
-    )
-    print(f"ratio loop/ours: {sum(loop) / sum(ours):.2f}", flush=True)
 
 
 def measure_step(args: argparse.Namespace, sparsity: float) -> None:
@@ -165,17 +121,11 @@ def measure_local_step(args: argparse.Namespace, sparsity: float, pixels: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=256)
-    parser.add_argument("--loop", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--memory", type=int, default=1024, help="MiB that the examples may take")
     parser.add_argument("--pixels", type=int, nargs="*", default=[32, 64])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.9, 0.99])
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu where others use the machine too")
     args = parser.parse_args()
-    for pixels in args.pixels:
-        measure_fisher(args, pixels)
     for sparsity in args.sparsity:
         measure_step(args, sparsity)
         for pixels in args.pixels:

@@ -39,10 +39,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     ),
     "storage/onnx_vit.py": ({"write_bytes": 1}, "into the folder of a fetch"),
     "storage/gguf_smollm2.py": ({"write_bytes": 1, "write_text": 1}, "into the folder of a fetch"),
-    "storage/state_files.py": (
-        {"open": 1, "replace": 1, "unlink": 2},
-        "a new draft; files of its own names, 64 digits and an ending, in the cache folder of states",
-    ),
     "storage/downloads.py": (
         {"rename": 1, "write_bytes": 1},
         "the folder of this fetch; what lies in a part's place is set aside",

@@ -49,7 +49,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"read_bytes": 2, "safe_open": 1},
         "the folder of a model that a user names, whose files it has found regular",
     ),
-    "models/prefix_cache.py": ({"read_text": 1, "read_bytes": 1}, "this package, and what the system says of itself"),
     "plugins.py": ({"read_bytes": 1}, "code that a user names"),
     "report/html/elements.py": ({"read_text": 1}, "a resource of this package"),
     "report/html/charts.py": ({"read_text": 1}, "a resource of this package"),
@@ -73,7 +72,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "the user's own cache, in a folder of this fetch",
     ),
     "storage/run_folder.py": ({"mkdir": 1}, "the folder of a run as the user names it"),
-    "storage/state_files.py": ({"mkdir": 1, "open": 1}, "the user's own cache, a new file of a random name"),
 }
 """By module: which calls, how often, and why no folder of somebody else is opened by them."""
 

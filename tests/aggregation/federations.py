@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.methods.method import Aggregated, Method, StepInputs
+from atlas_fl.params import ByClient, ServerState
 
 
 def federation_of(
@@ -41,3 +43,12 @@ def adapters_of(clients: Iterable[str], ranks: Iterable[int], *, seed: int = 0) 
 def dense_update(params: Mapping[str, Tensor]) -> Tensor:
     """s B A with s = 2, in float64."""
     return 2 * params["q.lora_B"].double() @ params["q.lora_A"].double()
+
+
+def server_step(
+    method: Method, state: ServerState, models: ByClient, updates: ByClient, federation: Federation, **others: Any
+) -> Aggregated:
+    """What a method makes of these updates; `others` are the round, and answers where there are any."""
+    return method.aggregate(
+        StepInputs(server_state=state, client_models=models, updates=updates, federation=federation, **others)
+    )

@@ -6,7 +6,7 @@ import torch
 
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 TWO = federation_of(
     "ab",
@@ -24,7 +24,7 @@ def heads(*values):
 def after(name, updates, *, round=1, **words):
     strategy = find_method(name, **words)
     before = heads(0.0, 0.0)
-    models = strategy.aggregate(strategy.init(before), before, updates, TWO, round=round).client_models
+    models = server_step(strategy, strategy.init(before), before, updates, TWO, round=round).client_models
     return [float(models[client]["head.bias"]) for client in "ab"]
 
 

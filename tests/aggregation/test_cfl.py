@@ -15,7 +15,7 @@ from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.cfl import CLUSTERS, bipartition, clusters_in, pull_apart
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 
 def vectors(*points):
@@ -25,7 +25,7 @@ def vectors(*points):
 def after_round(before, updates, state=None, **words):
     federation = federation_of("abcdef"[: len(before)])
     words = {"bipartition_round": 0, "bipartition_norm": 0.5, "bipartition_ratio": 1.0, **words}
-    done = find_method("cfl", **words).aggregate(state or {}, before, updates, federation, round=1)
+    done = server_step(find_method("cfl", **words), state or {}, before, updates, federation, round=1)
     return clusters_in(done.server_state[CLUSTERS], federation).tolist(), done
 
 
@@ -90,7 +90,7 @@ def clusters_after_rounds(optima, *, num_rounds, noise, seed=0, **words):
         for name, optimum in zip(names, optima, strict=True):
             pull = optimum + noise * torch.tensor(rng.normal(size=20), dtype=torch.float32) - models[name]["w"]
             updates[name] = {"w": models[name]["w"] + 0.5 * pull}
-        done = method.aggregate(state, models, updates, federation, round=number)
+        done = server_step(method, state, models, updates, federation, round=number)
         state, models = done.server_state, done.client_models
         by_round[number] = clusters_in(state[CLUSTERS], federation).tolist()
     return by_round

@@ -9,7 +9,7 @@ from atlas_fl.methods.core import merge_core
 from atlas_fl.methods.fedsb import factors_of
 from atlas_fl.methods.registry import find_method
 from atlas_fl.models.lora import with_core
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 NAMES, WEIGHTS = ("one", "two", "three"), (50, 30, 20)
 FEDERATION = federation_of(NAMES, weights=list(WEIGHTS), layer_of={"q": 0}, importance=np.ones((3, 1)))
@@ -59,7 +59,7 @@ def test_the_average_of_products_is_the_product_of_averages_and_factors_keep_the
     state = method.init(start)
     for round, there in enumerate((NAMES, ("one", "three")), start=1):
         updates = {client: moved(start[client], 10 * round + k) for k, client in enumerate(there)}
-        done = method.aggregate(state, start, updates, FEDERATION, round=round)
+        done = server_step(method, state, start, updates, FEDERATION, round=round)
         shares = np.array([WEIGHTS[NAMES.index(client)] for client in there], float)
         mean = sum(p * dense(updates[client]) for p, client in zip(shares / shares.sum(), there))
         for client in NAMES:
@@ -80,7 +80,7 @@ def test_fedsb_begins_with_the_first_step_of_all_weights_at_its_rank() -> None:
     reports = {client: {"q": torch.randn(D_OUT, D_IN, generator=draw)} for client in NAMES}
     state = method.record_reports({}, reports)
     updates = {client: moved(params, 5) for client, params in start.items()}
-    done = method.aggregate(state, start, updates, FEDERATION, round=1)
+    done = server_step(method, state, start, updates, FEDERATION, round=1)
     gradient = sum(reports[client]["q"].double().numpy() for client in NAMES)
     left, values, right = np.linalg.svd(-0.05 * np.sign(gradient))
     best = (left[:, :RANK] * values[:RANK]) @ right[:RANK]
@@ -89,7 +89,7 @@ def test_fedsb_begins_with_the_first_step_of_all_weights_at_its_rank() -> None:
         np.testing.assert_allclose(dense(got, scale=2.0), best, atol=1e-5)
         for basis in (got["q.lora_A"] @ got["q.lora_A"].T, got["q.lora_B"].T @ got["q.lora_B"]):
             torch.testing.assert_close(basis, torch.eye(RANK), atol=1e-5, rtol=0)
-    assert method.aggregate(done.server_state, done.client_models, {}, FEDERATION, round=2).server_state
+    assert server_step(method, done.server_state, done.client_models, {}, FEDERATION, round=2).server_state
 
 
 def test_ravan_begins_with_orthonormal_factors_for_everyone_and_a_head_of_nothing() -> None:

@@ -12,7 +12,7 @@ from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import RULES, find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 WEIGHTS = [0.5, 0.3, 0.2]
 SIDES = [(12, 20), (20, 12), (4, 20), (20, 4)]
@@ -118,7 +118,7 @@ def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_p
     base = {module: torch.zeros(sides, dtype=torch.float64) for module, sides in MODULES.items()}
     for round, there in enumerate((NAMES, ("one", "three"), ("two",)), start=1):
         updates = {client: drawn_models(round)[client] for client in there}
-        done = strategy.aggregate(state, models, updates, fed, round=round)
+        done = server_step(strategy, state, models, updates, fed, round=round)
         shares = np.array([fed.weights[NAMES.index(client)] for client in there])
         for module in MODULES:
             terms = [p * update_of(updates[client], module) for p, client in zip(shares / shares.sum(), there)]
@@ -145,9 +145,9 @@ def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
         for client, params in updates.items()
     }
     flexlora = find_method("fedavg", space="product")
-    whole = flexlora.aggregate({}, padded, padded, fed, round=1).client_models["one"]
+    whole = server_step(flexlora, {}, padded, padded, fed, round=1).client_models["one"]
     for name in ("fedavg_stacked", "fedavg_with_residual"):
-        done = find_method(name, space="factors").aggregate({}, updates, updates, fed, round=1)
+        done = server_step(find_method(name, space="factors"), {}, updates, updates, fed, round=1)
         for module in MODULES:
             frozen = WithFrozenPart().frozen_part(done.server_state)
             got = update_of(frozen, module) + update_of(done.client_models["one"], module)
@@ -156,7 +156,7 @@ def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
 
 def test_stacks_take_clients_of_different_ranks_and_one_without_an_adapter_and_fedex_refuses_them() -> None:
     fed, updates = federation(), drawn_models(1, ranks=(2, 0, 4))
-    done = RULES["fedavg_stacked"](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+    done = server_step(RULES["fedavg_stacked"](StrategyOptions()), {}, updates, updates, fed, round=1)
     for module in MODULES:
         mean = 0.5 * update_of(updates["one"], module) + 0.2 * update_of(updates["three"], module)
         torch.testing.assert_close(
@@ -170,6 +170,6 @@ def test_what_a_round_sends_has_the_rank_of_all_and_of_all_but_one() -> None:
     fed, updates = federation(), drawn_models(1)
     ranks = {}
     for name in ("fedavg_stacked", "fedavg_with_residual"):
-        done = RULES[name](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+        done = server_step(RULES[name](StrategyOptions()), {}, updates, updates, fed, round=1)
         ranks[name] = len(WithFrozenPart().newest_part(done.server_state)["layer.0.q.lora_A"])
     assert ranks == {"fedavg_stacked": 9, "fedavg_with_residual": 6}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 
 def after_round(weights: list[float], values: dict[str, float]) -> list[float]:
@@ -12,7 +12,7 @@ def after_round(weights: list[float], values: dict[str, float]) -> list[float]:
     federation = federation_of(names, weights=weights)
     before = {name: {"w": torch.tensor([100.0])} for name in names}
     updates = {name: {"w": torch.tensor([value])} for name, value in values.items()}
-    done = find_method("fedavg_of_others").aggregate({}, before, updates, federation, round=1)
+    done = server_step(find_method("fedavg_of_others"), {}, before, updates, federation, round=1)
     return [float(done.client_models[name]["w"]) for name in names]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from atlas_fl.methods.fedamp import attention
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 
 def test_rows_by_hand():
@@ -45,7 +45,7 @@ def test_the_near_count_more_and_the_absent_not_at_all():
     fed = federation_of(names)
     before = {name: {"w": torch.zeros(2)} for name in names}
     updates = {name: {"w": torch.tensor([value, 0.0])} for name, value in zip("abc", (0.0, 1.0, 3.0))}
-    done = find_method("fedavg_by_distance").aggregate({}, before, updates, fed, round=1)
+    done = server_step(find_method("fedavg_by_distance"), {}, before, updates, fed, round=1)
     weights = attention(np.array([[0.0, 1, 9], [1, 0, 4], [9, 4, 0]]), alpha=1.0, sigma=1.0)
     for row, name in zip(weights, names, strict=False):
         assert float(done.client_models[name]["w"][0]) == pytest.approx(row @ [0.0, 1, 3], rel=1e-6)

@@ -9,7 +9,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import flatten_state
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 DYNAMIC = find_method("fedavg_dynamic")
 
@@ -21,10 +21,10 @@ def test_two_rounds_by_hand() -> None:
     fed = federation_of("abc", weights=[1, 1, 2])
     start = {name: {"w": torch.tensor([0.0])} for name in "abc"}
     updates = {"a": {"w": torch.tensor([2.0])}, "b": {"w": torch.tensor([6.0])}}
-    first = DYNAMIC.aggregate({}, start, updates, fed, round=1)
+    first = server_step(DYNAMIC, {}, start, updates, fed, round=1)
     assert [float(first.client_models[name]["w"]) for name in "abc"] == [6, 6, 6]
     update = {"c": {"w": torch.tensor([8.0])}}
-    second = DYNAMIC.aggregate(first.server_state, first.client_models, update, fed, round=2)
+    second = server_step(DYNAMIC, first.server_state, first.client_models, update, fed, round=2)
     assert [float(second.client_models[name]["w"]) for name in "abc"] == [11, 11, 11]
     state = {path: float(value) for path, value in flatten_state(second.server_state).items()}
     assert state == {"changes/a/w": 2, "changes/b/w": 6, "changes/c/w": 2}
@@ -38,12 +38,12 @@ def test_who_is_alone_with_its_head_is_neither_moved_on_nor_corrected() -> None:
     updates = {
         name: {"w": torch.tensor([value]), "head.w": torch.tensor([value])} for name, value in (("a", 1.0), ("b", 3.0))
     }
-    done = DYNAMIC.aggregate({}, start, updates, fed, round=1)
+    done = server_step(DYNAMIC, {}, start, updates, fed, round=1)
     assert {name: float(one["head.w"]) for name, one in done.client_models.items()} == {"a": 1, "b": 3}
     corrections = dynamic_corrections(done.server_state, "ab", alpha=1.0)
     assert {name: set(one) for name, one in corrections.items()} == {"a": {"w"}, "b": {"w"}}
     alone = federation_of("a")
-    done = DYNAMIC.aggregate({}, {"a": start["a"]}, {"a": updates["a"]}, alone, round=1)
+    done = server_step(DYNAMIC, {}, {"a": start["a"]}, {"a": updates["a"]}, alone, round=1)
     assert done.server_state == {} and torch.equal(done.client_models["a"]["w"], updates["a"]["w"])
 
 
@@ -86,7 +86,7 @@ def test_rounds_equal_algorithm_1_of_the_paper_with_clients_that_are_absent(alph
             name: {"w": train(models[name]["w"], name, sent.get(name, {}), alpha=alpha, steps=steps)}
             for name in present
         }
-        done = DYNAMIC.aggregate(state, models, updates, fed, round=round)
+        done = server_step(DYNAMIC, state, models, updates, fed, round=round)
         state, models = done.server_state, done.client_models
 
         trained = {name: paper_client(x, name, gradients[name], alpha=alpha, steps=steps) for name in present}
@@ -109,7 +109,7 @@ def test_it_ends_at_the_optimum_of_all_where_fedprox_does_not() -> None:
             updates = {
                 one: {"w": train(models[one]["w"], one, sent.get(one, {}), alpha=1.0, steps=20)} for one in TARGETS
             }
-            done = strategy.aggregate(state, models, updates, fed, round=round)
+            done = server_step(strategy, state, models, updates, fed, round=round)
             state, models = done.server_state, done.client_models
         ends[name] = models["a"]["w"]
     assert ends["fedavg_dynamic"].tolist() == pytest.approx([-4 / 3, 1 / 3], abs=1e-3)

@@ -6,12 +6,12 @@ import torch
 
 from atlas_fl.methods.fedmomentum import FedAvgWithRest
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 
 def step(models, weights, *, state=None, before=None):
     fed = federation_of(before or models, weights=weights)
-    return find_method("fedavg_with_rest").aggregate(state or {}, before or models, models, fed, round=1)
+    return server_step(find_method("fedavg_with_rest"), state or {}, before or models, models, fed, round=1)
 
 
 def test_adapter_and_rest_are_the_leading_and_the_other_singular_directions():

@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.audit.class_features import Report, head_row, smallest_on_simplex
 from atlas_fl.methods.fedpac import ClassifierCollaboration, combination_rows, estimate, minimize_on_simplex, summarize
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 
 def report(counts, means, variances):
@@ -121,7 +121,7 @@ def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() ->
     }
     state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
     updates = {name: models[name] for name in "abd"}
-    done = strategy.aggregate(state, models, updates, FEDERATION, round=1)
+    done = server_step(strategy, state, models, updates, FEDERATION, round=1)
     assert done.server_state is state
     assert [done.client_models[name]["q.lora_A"].item() for name in "abcd"] == pytest.approx([4 / 3] * 4)
     heads = [done.client_models[name]["head.weight"].item() for name in "abcd"]
@@ -139,7 +139,7 @@ def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() ->
         for k, name in enumerate("abcd")
     }
     state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
-    done = strategy.aggregate(state, models, {name: models[name] for name in "abd"}, FEDERATION, round=1)
+    done = server_step(strategy, state, models, {name: models[name] for name in "abd"}, FEDERATION, round=1)
     below = [done.client_models[name]["head.pre_classifier.weight"].item() for name in "abcd"]
     assert below == pytest.approx([0.5, 0.5, 0.5, 3.0])
     last = [done.client_models[name]["head.classifier.weight"].item() for name in "abcd"]

@@ -5,7 +5,7 @@ import torch
 
 from atlas_fl.methods.fedplora import draw_modules
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 MODULE, NAMES, WEIGHTS, RANKS, ROUNDS = "layer.0.q", ("one", "two", "three"), (50, 30, 20), (2, 6, 3), 3
 FIXED = {"space": "factors", "scale": lambda rank: 16 / rank}
@@ -40,7 +40,7 @@ def test_rounds_equal_the_equations_with_clients_that_are_absent() -> None:
             whole = dense(models[name]) + (dense(part) if (part := method.frozen_part(state, name)) else 0.0)
             np.testing.assert_allclose(whole, sb @ a, rtol=1e-5, atol=1e-5)
         updates = {name: drawn(name, RANKS[NAMES.index(name)], round) for name in there}
-        done = method.aggregate(state, models, updates, fed, round=round)
+        done = server_step(method, state, models, updates, fed, round=round)
         for j in range(6):
             trained = [name for name in there if j in chosen[name]]
             total = sum(WEIGHTS[NAMES.index(name)] for name in trained)
@@ -65,15 +65,15 @@ def test_a_module_by_hand() -> None:
         n: {"q.lora_A": torch.tensor(v)[:, None], "q.lora_B": torch.ones(1, len(v))} for n, (v, _) in pairs.items()
     }
     fed = federation_of(tuple(pairs), weights=[3, 1], layer_of={"q": 0}, importance=np.ones((2, 1)))
-    state = method.aggregate(method.init(models), models, models, fed, round=1).server_state
+    state = server_step(method, method.init(models), models, models, fed, round=1).server_state
     assert state["whole"]["q.lora_A"].flatten().tolist() == [5.0, 7.0]
 
 
 def test_with_one_rank_it_is_fedit_and_nothing_is_frozen() -> None:
     method, fedit = (find_method(name, space="factors") for name in ("fedavg_by_rank_one", "fedavg"))
     models, updates = ({name: drawn(name, 4, seed) for name in NAMES} for seed in (1, 2))
-    done = method.aggregate(method.init(models), models, updates, federation(), round=1)
-    wanted = fedit.aggregate({}, models, updates, federation(), round=1).client_models
+    done = server_step(method, method.init(models), models, updates, federation(), round=1)
+    wanted = server_step(fedit, {}, models, updates, federation(), round=1).client_models
     assert not any(method.frozen_part(done.server_state, name) for name in NAMES)
     for name in NAMES:
         torch.testing.assert_close(dict(done.client_models[name]), dict(wanted[name]))

@@ -7,12 +7,12 @@ import torch
 from atlas_fl.methods.fedrot import align, nearest_rotation
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import LORA_A, LORA_B
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 
 def step(before, updates, *, round, weights=(1, 3), **words):
     fed = federation_of(before, weights=weights)
-    return find_method("fedavg_rotated", **words).aggregate({}, before, updates, fed, round=round).client_models
+    return server_step(find_method("fedavg_rotated", **words), {}, before, updates, fed, round=round).client_models
 
 
 def rotated(params, turn):

@@ -6,12 +6,12 @@ import torch
 
 from atlas_fl.methods.fedsvd import orthonormal_rows
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 
 def step(rule, models, weights=(1, 3)):
     fed = federation_of(models, weights=weights)
-    return find_method(rule, space="factors").aggregate({}, models, models, fed, round=1).client_models
+    return server_step(find_method(rule, space="factors"), {}, models, models, fed, round=1).client_models
 
 
 def models_of_one_a(seed=1):

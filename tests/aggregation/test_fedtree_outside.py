@@ -7,7 +7,7 @@ import torch
 from atlas_fl.methods.frozen_part import FrozenCompanion
 from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 NAMES, WEIGHTS = ("one", "two", "three", "four"), (40, 30, 20, 10)
 LAYERS = {"layer.0.q": 0, "layer.1.q": 1}
@@ -30,7 +30,7 @@ def after_a_round(there=NAMES, cuts=CUTS):
     method = find_method("fedavg_in_tree_and_outside", space="factors")
     fed = federation_of(NAMES, weights=list(WEIGHTS), layer_of=LAYERS, importance=np.ones((4, 2)) / 2)
     held, updates = {n: drawn(k) for k, n in enumerate(NAMES)}, {n: drawn(10 + NAMES.index(n)) for n in there}
-    return method, updates, method.aggregate(state_of(cuts), held, updates, fed, round=2)
+    return method, updates, server_step(method, state_of(cuts), held, updates, fed, round=2)
 
 
 @pytest.mark.parametrize("there", [NAMES, ("one", "three"), ("one", "two", "four")])
@@ -51,7 +51,7 @@ def test_models_are_those_of_the_tree_and_with_one_cluster_nothing_is_outside() 
     fed = federation_of(NAMES, weights=list(WEIGHTS), layer_of=LAYERS, importance=np.ones((4, 2)) / 2)
     for cuts in (CUTS, dict.fromkeys(CUTS, (0, 0, 0, 0))):
         method, updates, done = after_a_round(cuts=cuts)
-        plain = tree.aggregate(state_of(cuts), updates, updates, fed, round=2).client_models
+        plain = server_step(tree, state_of(cuts), updates, updates, fed, round=2).client_models
         for name in NAMES:
             assert all(torch.equal(done.client_models[name][key], plain[name][key]) for key in plain[name])
             assert bool(method.frozen_part(done.server_state, name)) == (cuts is CUTS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.fedtreelora import CUTS, nested_cuts
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 FLAT = np.full((4, 4), 1.0) - np.eye(4)
 """Distances without structure: every silhouette of two clusters is 0."""
@@ -62,7 +62,7 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
         client: model(([1.0, 0.0], [2.0 + k]), ([1.0, 0.0], [(1.0 + k) * (1 if k < 2 else -1)]), head=float(k))
         for k, client in enumerate("abcd")
     }
-    done = strategy.aggregate({}, begun, trained, FEDERATION, round=1)
+    done = server_step(strategy, {}, begun, trained, FEDERATION, round=1)
     cuts = {layer: [int(clusters[c]) for c in "abcd"] for layer, clusters in done.server_state[CUTS].items()}
     assert cuts == {"0": [0, 0, 0, 0], "1": [0, 0, 1, 1]}
 
@@ -75,7 +75,7 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
     heads = [float(done.client_models[client]["head.weight"]) for client in "abcd"]
     assert heads == pytest.approx([0.5, 0.5, 2.5, 2.5])
     # the tree stays, whatever later updates say
-    later = strategy.aggregate(done.server_state, done.client_models, begun, FEDERATION, round=2)
+    later = server_step(strategy, done.server_state, done.client_models, begun, FEDERATION, round=2)
     assert later.server_state is done.server_state
 
 
@@ -83,7 +83,7 @@ def test_there_is_one_average_until_everyone_took_part():
     strategy = find_method("fedtreelora")
     begun = {client: model(([1.0, 0.0], [0.0]), ([1.0, 0.0], [0.0])) for client in "abcd"}
     trained = {client: model(([1.0, 0.0], [1.0]), ([1.0, 0.0], [float(k) - 1.5])) for k, client in enumerate("abc")}
-    done = strategy.aggregate({}, begun, trained, FEDERATION, round=1)
+    done = server_step(strategy, {}, begun, trained, FEDERATION, round=1)
     assert done.server_state == {}
     assert float(done.client_models["d"]["layer.1.q.lora_B"] @ done.client_models["d"]["layer.1.q.lora_A"][:, :1]) == (
         pytest.approx(-0.5)

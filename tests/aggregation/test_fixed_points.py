@@ -10,7 +10,7 @@ from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.registry import METHODS, RULES, find_method, parts_of
 from atlas_fl.methods.scaffold import ControlVariates
 from atlas_fl.params import Params
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 EXAMPLES = {"a": 900, "b": 100}
 TARGETS, CURVES, STEPS = {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 2.0}, {"a": 2, "b": 5}
@@ -81,6 +81,6 @@ def test_rounds_end_at_the_optimum_by_examples(name: str, max_share: float) -> N
             for name in "ab"
         }
         controls = {name: control for name, (_, control) in done.items()}
-        step = method.aggregate(state, models, {name: model for name, (model, _) in done.items()}, fed, round=number)
+        step = server_step(method, state, models, {name: model for name, (model, _) in done.items()}, fed, round=number)
         state, models = step.server_state, step.client_models
     assert [float(models[name]["w"]) for name in "ab"] == pytest.approx([WEIGHTED] * 2, abs=1e-3)

@@ -5,7 +5,7 @@ import torch
 
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.hetlora import FedAvgByNorm, update_norm
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 OPTIONS = StrategyOptions(space="factors", align="pad", scale=lambda rank: 4.0 / rank)
 
@@ -35,7 +35,7 @@ def test_a_client_weighs_as_much_as_its_update_is_large_by_hand() -> None:
         "x": {"q.lora_A": torch.tensor([[1.0, 0.0]]), "q.lora_B": torch.tensor([[3.0]]), "head.w": torch.tensor([3.0])},
         "y": {"q.lora_A": torch.tensor([[0.0, 1.0]]), "q.lora_B": torch.tensor([[1.0]]), "head.w": torch.tensor([0.0])},
     }
-    result = FedAvgByNorm(OPTIONS).aggregate({}, clients, clients, XY, round=1)
+    result = server_step(FedAvgByNorm(OPTIONS), {}, clients, clients, XY, round=1)
     for mixed in result.client_models.values():
         assert mixed["q.lora_A"].tolist() == [[0.75, 0.25]]
         assert mixed["q.lora_B"].tolist() == [[2.5]]
@@ -44,13 +44,13 @@ def test_a_client_weighs_as_much_as_its_update_is_large_by_hand() -> None:
 
 def test_where_nobody_has_an_update_examples_count() -> None:
     clients = {name: model(2, size=0.0, seed=k) for k, name in enumerate(("x", "y"))}
-    result = FedAvgByNorm(OPTIONS).aggregate({}, clients, clients, XY, round=1)
+    result = server_step(FedAvgByNorm(OPTIONS), {}, clients, clients, XY, round=1)
     wanted = (clients["x"]["q.lora_A"] + 2 * clients["y"]["q.lora_A"]) / 3
     torch.testing.assert_close(result.client_models["x"]["q.lora_A"], wanted)
 
 
 def test_a_client_of_a_small_rank_gets_the_leading_rows() -> None:
     clients = {"x": model(3, size=1.0, seed=1), "y": model(1, size=1.0, seed=2)}
-    result = FedAvgByNorm(OPTIONS).aggregate({}, clients, clients, XY, round=1)
+    result = server_step(FedAvgByNorm(OPTIONS), {}, clients, clients, XY, round=1)
     x, y = (result.client_models[name]["q.lora_A"] for name in ("x", "y"))
     assert x.shape == (3, 6) and torch.equal(x[:1], y)

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from scipy.sparse.csgraph import laplacian as scipy_laplacian
 
 from atlas_fl.aggregation.matrices import (
-    LAPLACIANS,
     average,
     bounded_weights,
     cluster_labels,
@@ -51,15 +50,8 @@ def test_cut_drops_the_edges_between_groups():
     assert drop_edges(PATH, np.array([0, 0, 1])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
 
 
-def test_laplacians_of_a_path_by_hand():
-    walk = [[1, -1, 0], [-0.25, 1, -0.75], [0, -1, 1]]
-    assert laplacian(PATH, "random_walk").tolist() == walk
-    # degrees 1, 4, 3: both edges are divided by 4
-    metropolis = [[0.25, -0.25, 0], [-0.25, 1, -0.75], [0, -0.75, 0.75]]
-    assert laplacian(PATH, "metropolis").tolist() == metropolis
-    full = np.array([[1, -1, 0], [-1, 4, -3], [0, -3, 3]], float)
-    # lambda^2 - 8 lambda + 9 = 0
-    assert laplacian(PATH, "symmetric") == pytest.approx(full / (4 + np.sqrt(7)))
+def test_the_laplacian_of_a_path_by_hand():
+    assert laplacian(PATH).tolist() == [[1, -1, 0], [-0.25, 1, -0.75], [0, -1, 1]]
 
 
 def test_random_walk_equals_scipys():
@@ -68,36 +60,35 @@ def test_random_walk_equals_scipys():
     weights = np.triu(weights, 1) + np.triu(weights, 1).T
     degrees = weights.sum(1)
     expected = scipy_laplacian(weights) / degrees[:, None]
-    assert laplacian(weights, "random_walk") == pytest.approx(expected)
+    assert laplacian(weights) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", LAPLACIANS)
-def test_a_client_without_edges_does_not_move(kind):
+def test_a_client_without_edges_does_not_move():
     lonely = np.zeros((4, 4))
     lonely[:3, :3] = PATH
-    matrix = laplacian_step(lonely, kind=kind, eta=0.7, present=np.ones(4, bool))
+    matrix = laplacian_step(lonely, eta=0.7, present=np.ones(4, bool))
     assert matrix[3].tolist() == [0, 0, 0, 1]
-    assert laplacian(np.zeros((2, 2)), kind).tolist() == [[0, 0], [0, 0]]
+    assert laplacian(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
 
 
 def test_absent_clients_keep_their_model_and_stay_neighbours():
-    matrix = laplacian_step(PATH, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
+    matrix = laplacian_step(PATH, eta=0.5, present=np.array([True, False, True]))
     assert matrix.tolist() == [[0.5, 0.5, 0], [0, 1, 0], [0, 0.5, 0.5]]
 
 
 def test_who_is_without_edges_is_nobodys_neighbour_and_the_rows_stay_stochastic():
     triangle = federation(np.array([[0, 1, 1], [1, 0, 3], [1, 3, 0]], float))
     fed = without_edges(triangle, {"b"})
-    matrix = laplacian_step(fed.adjacency, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
+    matrix = laplacian_step(fed.adjacency, eta=0.5, present=np.array([True, False, True]))
     assert matrix.tolist() == [[0.5, 0, 0.5], [0, 1, 0], [0.5, 0, 0.5]]
     alone = without_edges(federation(), {"b"})
-    assert laplacian_step(alone.adjacency, kind="random_walk", eta=0.5, present=ALL).tolist() == np.eye(3).tolist()
+    assert laplacian_step(alone.adjacency, eta=0.5, present=ALL).tolist() == np.eye(3).tolist()
     assert without_edges(triangle, {}) is triangle, "with nobody refused no digit changes"
 
 
 def test_a_swap_is_legal():
     two = federation(np.array([[0.0, 0.3], [0.3, 0.0]]))
-    swap = laplacian_step(two.adjacency, kind="random_walk", eta=1.0, present=np.ones(2, bool))
+    swap = laplacian_step(two.adjacency, eta=1.0, present=np.ones(2, bool))
     assert swap.tolist() == [[0, 1], [1, 0]]
 
 

@@ -7,14 +7,14 @@ from peft.utils.merge_utils import dare_linear, ties
 
 from atlas_fl.methods.merging import Ties, trim
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 RANKS = (3, 3, 3)
 
 
 def step(name, before, updates, *, weights=None, round=1, tasks=(), **words):
     fed = federation_of(before, weights=weights, tasks=tasks)
-    return find_method(name, **words).aggregate({}, before, updates, fed, round=round).client_models
+    return server_step(find_method(name, **words), {}, before, updates, fed, round=round).client_models
 
 
 def vectors(rows):

@@ -12,7 +12,7 @@ from atlas_fl.aggregation.rules import RoundModels
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.pfedgraph import project_onto_simplex
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import federation_of
+from tests.aggregation.federations import federation_of, server_step
 
 
 def federation(*, weights=(1.0, 3.0), tasks=(), layers=()):
@@ -52,7 +52,7 @@ def test_directions_are_since_the_beginning_of_the_run_and_not_of_the_round():
     state = strategy.init(begun)
     # in this round both go up; since the beginning one has gone right and one up
     later, trained = vectors([8.0, 0.0], [0.0, 8.0]), vectors([8.0, 0.0], [0.0, 9.0])
-    done = strategy.aggregate(state, later, trained, federation(), round=2)
+    done = server_step(strategy, state, later, trained, federation(), round=2)
     assert done.server_state is state
     assert done.client_models["a"]["w"].tolist() == pytest.approx([4.0, 4.5])
     assert done.client_models["b"]["w"].tolist() == pytest.approx([0.0, 9.0])

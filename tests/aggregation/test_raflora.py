@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from atlas_fl.methods.registry import find_method
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 
 def step(rule, models, weights, **words):
-    return find_method(rule, **words).aggregate({}, models, models, federation_of(models, weights=weights), round=1)
+    return server_step(find_method(rule, **words), {}, models, models, federation_of(models, weights=weights), round=1)
 
 
 @pytest.mark.parametrize("ranks", [(2, 4, 4, 7), (3, 3, 3, 3), (1, 2, 5, 8)])

@@ -7,7 +7,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.server_optimizers import ServerStep
 from atlas_fl.params import flatten_state
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 
@@ -25,7 +25,7 @@ def steps(name, before, *rounds, fed=None, **words):
     strategy = find_method(name, **words)
     state, models = strategy.init(before), before
     for number, updates in enumerate(rounds, 1):
-        done = strategy.aggregate(state, models, updates, fed or federation(), round=number)
+        done = server_step(strategy, state, models, updates, fed or federation(), round=number)
         state, models = done.server_state, done.client_models
     return state, models
 
@@ -83,7 +83,7 @@ def test_fedadam_is_torchs_adam_on_the_pseudo_gradient_without_the_correction_of
         adam.param_groups[0].update(lr=lr * (1 - betas[0] ** number) / correction, eps=tau / correction)
         weight.grad = models["a"]["w"] - average
         adam.step()
-        done = strategy.aggregate(state, models, updates, federation(), round=number)
+        done = server_step(strategy, state, models, updates, federation(), round=number)
         state, models = done.server_state, done.client_models
         torch.testing.assert_close(models["a"]["w"], weight.detach(), rtol=1e-5, atol=1e-7)
 

@@ -68,7 +68,7 @@ def test_a_client_that_loaded_fewer_tensors_is_found(run):
     assert [row.detail[:32] for row in report.failures] == [f"it says that it loaded {count} tensors" for count in "40"]
 
 
-OTHER_WORDS = [{"eta": 0.0}, {"eta": 0.11}, {"laplacian": "symmetric"}, {"layer_weighting": "importance"}]
+OTHER_WORDS = [{"eta": 0.0}, {"eta": 0.11}, {"layer_weighting": "importance"}]
 OTHER_WORDS += [{"strategy": name} for name in ("fedavg_cluster", "fedavg", "local")]
 OTHER_WORDS += [{"share": ("A", "B")}, {"space": "factors"}]
 

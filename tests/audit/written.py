@@ -15,6 +15,7 @@ from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
+from tests.aggregation.federations import server_step
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
@@ -187,7 +188,7 @@ def write_run(
         loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         state = strategy.record_reports(state, reported(strategy, state, good, round=round))
-        stepped = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
+        stepped = server_step(strategy, state, start, good, without_edges(federation(), refused), round=round)
         state, start = stepped.server_state, stepped.client_models
         if served is not None:
             start = served(round, good, start)

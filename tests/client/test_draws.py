@@ -138,7 +138,7 @@ def asked_of(tiny, name: str) -> list[object]:
     weights = tuple(key for key in full_params(tiny, labels=2) if key.endswith("query.weight"))
     jobs: dict[str, list[object]] = {
         "train": [TRAIN, dataclasses.replace(TRAIN, report="halves"), dataclasses.replace(TRAIN, most=5)],
-        "fingerprint": [dataclasses.replace(LOOK, kind=kind, labels=True) for kind in ("delta", "gradient", "fisher")],
+        "fingerprint": [dataclasses.replace(LOOK, kind=kind) for kind in ("delta", "gradient", "fisher")],
         "importance": [ImportanceOptions(kind="gradient", train=TRAIN, batches=2)],
         "sensitivity": [SensitivityOptions(seed=2, examples=5, names=weights)],
     }
@@ -212,9 +212,8 @@ def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_
 
 FOLDER = Path(client.__file__).parent
 FOR_ALL = {
-    ("fingerprint.py", "sketch_parts"): "the projection of sketches, which are compared with those of others",
-    ("label_covariance.py", "sketch"): "the same",
-    ("label_covariance.py", "TrainOptions"): "handed on to `positions`",
+    ("fingerprint.py", "sketch"): "the projection of sketches, which are compared with those of others",
+    ("fingerprint.py", "sketch_parts"): "the same",
     ("job.py", "simulated_secret"): "noise of a simulation without secrets",
     ("trainers.py", "seeded_globals"): "no seed of the server's: a number that `Draws` drew",
 }

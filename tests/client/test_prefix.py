@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, ImportanceOptions, TrainOptions
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.prefix_cache import PrefixCache
-from atlas_fl.storage.state_files import StateFiles
 from tests.client.split.test_sides import assert_same_model
 
 TRAIN = TrainOptions(seed=3, rounds=2, epochs=2, batch_size=4, lr=1e-2, dropout=0.2)
@@ -43,9 +41,8 @@ def upper(params: dict[str, torch.Tensor], site: Site) -> dict[str, torch.Tensor
     return {key: t for key, t in params.items() if key.startswith("head.") or key[: key.rindex(".")] in site.modules}
 
 
-def with_budget(site: Site, budget_bytes: int, *, disk: Path | None = None, disk_bytes: int = 10**9) -> Site:
-    files = None if disk is None else StateFiles(disk, budget_bytes=disk_bytes)
-    return dataclasses.replace(site, prefix_cache=PrefixCache(budget_bytes=budget_bytes, files=files, key="tiny"))
+def with_budget(site: Site, budget_bytes: int) -> Site:
+    return dataclasses.replace(site, prefix_cache=PrefixCache(budget_bytes=budget_bytes))
 
 
 def scored(jobs: list[Job], split: str) -> list[Job]:
@@ -88,35 +85,6 @@ def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, s
     assert_same_bits(every, none)
     moved = zip(jobs, none[1], strict=True)
     assert min(float((update.params[key] - job.params[key]).abs().max()) for job, update in moved for key in job.params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tiny", "changes"), [("bert", {}), ("gpt2", {"bf16": True})], indirect=["tiny"])
-def test_models_and_scores_are_the_same_bits_from_any_mixture_of_memory_and_disk(
-    tiny, site_of, spec_of, tmp_path: Path, changes: dict[str, bool]
-) -> None:
-    """The first of a disk fills it, the second reads all of it; a small disk holds a part."""
-    site, jobs = federation(tiny, site_of, spec_of, **changes)
-    none = two_rounds(jobs, with_budget(site, 0))
-    for disk_bytes, budget in zip((10**9, 6000, 10**9), BUDGETS, strict=True):
-        disk = tmp_path / f"{disk_bytes}-{budget}"
-        for _ in range(2):
-            own = with_budget(site, budget, disk=disk, disk_bytes=disk_bytes)
-            assert_same_bits(two_rounds(jobs, own), none)
-            assert own.prefix_cache.files is not None
-            assert 0 < own.prefix_cache.files.used_bytes() <= disk_bytes
-
-
-def test_what_another_process_has_computed_is_read_and_not_computed(tiny_of, site_of, spec_of, tmp_path: Path) -> None:
-    site, jobs = federation(tiny_of("bert"), site_of, spec_of)
-    every = sum(int(data.lengths.sum()) for tokens in site.data.values() for data in tokens.splits.values())
-    for computed in (every, 0):
-        own = with_budget(site, 0, disk=tmp_path / "states")
-        with counted_tokens(own) as counts:
-            two_rounds(jobs, own)
-        assert counts[0] == counts[1] == computed
-        assert counts[2] > every
-        assert own.prefix_cache.used_bytes == 0
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from atlas_fl.config.values import Mark
 SESSION = {one.name for one in settings().values() if Mark.SESSION in one.marks}
 CHANGED = {"runs_dir": "elsewhere", "name": "mine", "audit": "true", "engine": "ray", "secrets": "of-sites"}
 CHANGED |= {"max_rounds": "1", "keep_checkpoints": "9", "keep_best": "3", "checkpoint_every": "3"}
-CHANGED |= {"alone": "all", "workers": "2", "prefix_cache_gb": "0", "prefix_disk_gb": "0"}
+CHANGED |= {"alone": "all", "workers": "2", "prefix_cache_gb": "0"}
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:

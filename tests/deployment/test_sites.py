@@ -7,7 +7,6 @@ import torch
 
 from atlas_fl.client.job import Job
 from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
-from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.deployment.server import _expected_clients
 from atlas_fl.deployment.service import (
     REST_BYTES,
@@ -17,7 +16,6 @@ from atlas_fl.deployment.service import (
     without_places,
     write_sites,
 )
-from atlas_fl.deployment.settings_policy import settings_here
 from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
@@ -105,10 +103,3 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
     assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES
     body = {"weight": torch.empty(2**27, device="meta")}  # GPT-2 in fp32
     assert request_limit(config, model, body=body) == REST_BYTES + 2 * encoded_size(body) > 2 * 2**29
-
-
-def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:
-    asked = with_values(Config(), {"prefix_disk_gb": "9", "prefix_cache_gb": "3"})
-    here = settings_here(asked, SiteChoices(task="movie", device="laptop_gpu"))
-    assert (here.training.prefix_disk_gb, here.training.prefix_cache_gb) == (0, 3)
-    assert config_hash(with_values(asked, {"prefix_disk_gb": "0"})) == config_hash(asked)

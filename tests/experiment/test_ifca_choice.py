@@ -20,6 +20,7 @@ from atlas_fl.experiment.state import FederationState
 from atlas_fl.methods.cfl import CLUSTERS
 from atlas_fl.methods.ifca import LOSSES, draw_clusters
 from atlas_fl.methods.registry import find_method
+from tests.aggregation.federations import server_step
 
 TASKS = {"a": "movie", "b": "movie", "c": "movie", "d": "trec"}
 
@@ -155,7 +156,7 @@ def test_a_planted_federation_is_found(seed: int) -> None:
             name: {**state.client_models[name], "q.lora_A": (state.client_models[name]["q.lora_A"] + optimum) / 2}
             for name, optimum in zip(names, optima)
         }
-        result = strategy.aggregate(state.server_state, state.server_models, updates, federation, round=round + 1)
+        result = server_step(strategy, state.server_state, state.server_models, updates, federation, round=round + 1)
         after, kept = result.client_models, result.server_state
         state = replace(state, round=round + 1, server_models=after, client_models=after, server_state=kept)
         assert [a_of(after[name]) for name in names] == pytest.approx(centres[numpy_labels], abs=1e-6)

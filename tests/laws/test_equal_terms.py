@@ -27,6 +27,7 @@ from atlas_fl.methods.registry import METHODS, RULES, find_method
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, is_last_layer
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.options import train_options
+from tests.aggregation.federations import server_step
 
 ALL = (*RULES, *METHODS)
 CLIENTS = tuple("abcdefgh")
@@ -86,7 +87,7 @@ def errors(name: str, seed: int) -> dict[str, float]:
     answers = Answers(
         metrics={client: {"loss": 1.0, "steps": 8.0} for client in CLIENTS}, validation=dict.fromkeys(CLIENTS, 0.5)
     )
-    models = method.aggregate(state, before, updates, federation, round=31, answers=answers).client_models
+    models = server_step(method, state, before, updates, federation, round=31, answers=answers).client_models
 
     def dense(params: Params, part: str) -> torch.Tensor:
         return params[TOP] if part == "head" else params[BODY + LORA_B] @ params[BODY + LORA_A]

@@ -64,10 +64,10 @@ class AcrossTasks(FedAvg):
 class InPlace(FedAvg):
     """It writes into the models that it is given."""
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        for params in updates.values():
+    def aggregate(self, inputs):
+        for params in inputs.updates.values():
             params["head.weight"].add_(1)
-        return super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        return super().aggregate(inputs)
 
 
 class Drawn(FedAvg):
@@ -93,9 +93,9 @@ class FirstOnly(FedAvg):
 class Forgets(FedAvg):
     """A client that it has no model of is left out."""
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
-        return Aggregated(server_state={}, client_models={name: done.client_models[name] for name in updates})
+    def aggregate(self, inputs):
+        done = super().aggregate(inputs)
+        return Aggregated(server_state={}, client_models={name: done.client_models[name] for name in inputs.updates})
 
 
 class OwnMemory(FedAvg):
@@ -112,8 +112,8 @@ class OwnMemory(FedAvg):
 class Keeps(FedAvg):
     """A client alone gets half of what it trained."""
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+    def aggregate(self, inputs):
+        done = super().aggregate(inputs)
         halved = {name: {key: one / 2 for key, one in params.items()} for name, params in done.client_models.items()}
         return Aggregated(server_state={}, client_models=halved)
 
@@ -121,17 +121,18 @@ class Keeps(FedAvg):
 class Lists(FedAvg):
     """A state that no checkpoint can hold."""
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
-        return Aggregated(server_state={"seen": list(updates)}, client_models=done.client_models)
+    def aggregate(self, inputs):
+        done = super().aggregate(inputs)
+        return Aggregated(server_state={"seen": list(inputs.updates)}, client_models=done.client_models)
 
 
 class KnowsAll(FedAvg):
     """It looks up every client that trained in what it remembers of the last round."""
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
-        last = server_state.get("last", updates)
+    def aggregate(self, inputs):
+        done = super().aggregate(inputs)
+        updates = inputs.updates
+        last = inputs.server_state.get("last", updates)
         state = {"last": {name: {"w": last[name].get("w", params["head.weight"])} for name, params in updates.items()}}
         return Aggregated(server_state=state, client_models=done.client_models)
 
@@ -170,10 +171,10 @@ class OneRank(FedAvg):
     equal_ranks = True
     takes_newcomers = False
 
-    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        del server_state, round, answers
-        present = [client for client in federation.clients if client in updates]
-        models = {name: dict(params) for name, params in client_models.items()}
+    def aggregate(self, inputs):
+        updates = inputs.updates
+        present = [client for client in inputs.federation.clients if client in updates]
+        models = {name: dict(params) for name, params in inputs.client_models.items()}
         for key in ("layer.0.q.lora_A", "layer.0.q.lora_B", "layer.1.q.lora_A", "layer.1.q.lora_B"):
             mean = torch.stack([updates[client][key] for client in present]).mean(0)
             for params in models.values():

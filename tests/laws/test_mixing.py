@@ -1,4 +1,4 @@
-"""Laws of every Laplacian, every average and both spaces, on random graphs and models."""
+"""Laws of the Laplacian, every average and both spaces, on random graphs and models."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.distances import gram_distances, update_gram
-from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, laplacian, laplacian_step
+from atlas_fl.aggregation.matrices import average, drop_edges, laplacian, laplacian_step
 from atlas_fl.aggregation.mixing import mix
 from tests.aggregation.federations import adapters_of, dense_update
 from tests.examples import examples
-
-KEEPS_PLAIN_MEAN = {"symmetric", "metropolis"}
 
 
 def dirichlet_energy(gram, adjacency):
@@ -34,60 +32,42 @@ def everyone(graph):
     return np.ones(len(graph), bool)
 
 
-@pytest.mark.parametrize("kind", LAPLACIANS)
 @given(case=graphs(), eta=st.floats(0, 1.5))
 @examples(60)
-def test_laplacian_steps(kind, case, eta):
+def test_laplacian_steps(case, eta):
     graph, blocks, rng = case
-    step = laplacian_step(graph, kind=kind, eta=eta, present=everyone(graph))
+    step = laplacian_step(graph, eta=eta, present=everyone(graph))
     assert step.sum(axis=1) == pytest.approx(np.ones(len(graph)))
     values = rng.normal(size=(len(graph), 3))
     mixed = step @ values
-    if kind in KEEPS_PLAIN_MEAN:
-        assert mixed.mean(axis=0) == pytest.approx(values.mean(axis=0))
-    else:
-        degree = graph.sum(axis=1)
-        assert degree @ mixed == pytest.approx(degree @ values)
-    if kind != "symmetric" and eta <= 1:
+    degree = graph.sum(axis=1)
+    assert degree @ mixed == pytest.approx(degree @ values)
+    if eta <= 1:
         assert (step >= -1e-12).all(), "one minus weights that add up to one may round below zero"
-    if kind == "metropolis":
-        assert (step == step.T).all()
-    inside = laplacian_step(drop_edges(graph, blocks), kind=kind, eta=eta, present=everyone(graph))
+    inside = laplacian_step(drop_edges(graph, blocks), eta=eta, present=everyone(graph))
     assert not inside[blocks[:, None] != blocks[None, :]].any(), "no flow across blocks"
-    assert (laplacian_step(graph, kind=kind, eta=0.0, present=everyone(graph)) == np.eye(len(graph))).all()
+    assert (laplacian_step(graph, eta=0.0, present=everyone(graph)) == np.eye(len(graph))).all()
 
 
-@pytest.mark.parametrize("kind", LAPLACIANS)
 @given(case=graphs(), part=st.floats(0.05, 0.95))
 @examples(60)
-def test_a_step_inside_the_bound_lowers_the_dirichlet_energy(kind, case, part):
+def test_a_step_inside_the_bound_lowers_the_dirichlet_energy(case, part):
     graph, _, rng = case
-    bound = eta_bound(graph, kind)
+    bound = eta_bound(graph)
     if not np.isfinite(bound):
         return
-    step = laplacian_step(graph, kind=kind, eta=part * bound, present=everyone(graph))
+    step = laplacian_step(graph, eta=part * bound, present=everyone(graph))
     values = rng.normal(size=(len(graph), 3))
-    before, after = (dirichlet_energy(one @ one.T, _own_weights(graph, kind)) for one in (values, step @ values))
+    before, after = (dirichlet_energy(one @ one.T, graph) for one in (values, step @ values))
     assert after < before
 
 
-def eta_bound(adjacency, kind):
+def eta_bound(adjacency):
     """2 / lambda_max(L): differences between clients shrink for 0 < eta below it; infinity without edges."""
-    matrix = laplacian(adjacency, kind)
-    if kind == "random_walk":
-        root = np.sqrt(adjacency.sum(axis=1))
-        matrix = root[:, None] * matrix / np.where(root > 0, root, 1.0)[None, :]
+    root = np.sqrt(adjacency.sum(axis=1))
+    matrix = root[:, None] * laplacian(adjacency) / np.where(root > 0, root, 1.0)[None, :]
     largest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]) if len(matrix) else 0.0
     return 2.0 / largest if largest > 1e-12 else float("inf")
-
-
-def _own_weights(graph, kind):
-    """The edge weights whose energy a Laplacian descends: Metropolis scales the edges."""
-    if kind != "metropolis":
-        return graph
-    degree = graph.sum(axis=1)
-    larger = np.maximum(degree[:, None], degree[None, :])
-    return graph / np.where(larger > 0, larger, 1)
 
 
 @given(case=graphs(), absent=st.integers(0, 2**7))
@@ -118,25 +98,23 @@ def run(held, matrix, space, align="pad"):
     return mix(held, lambda _: matrix, clients=tuple(held), **words).by_client
 
 
-@pytest.mark.parametrize("kind", LAPLACIANS)
 @pytest.mark.parametrize("space", ["factors", "product"])
 @pytest.mark.parametrize("align", ["pad", "truncate"])
-def test_a_low_rank_client_moves(kind, space, align):
+def test_a_low_rank_client_moves(space, align):
     held = models((1, 12, 5))
     graph = np.ones((3, 3)) - np.eye(3)
-    mixed = run(held, laplacian_step(graph, kind=kind, eta=0.1, present=everyone(graph)), space, align)
+    mixed = run(held, laplacian_step(graph, eta=0.1, present=everyone(graph)), space, align)
     for client, params in held.items():
         shift = (dense_update(mixed[client]) - dense_update(params)).norm() / dense_update(params).norm()
         assert shift > 1e-3, client
         assert mixed[client]["q.lora_A"].shape == params["q.lora_A"].shape
 
 
-@pytest.mark.parametrize("kind", LAPLACIANS)
 @pytest.mark.parametrize("space", ["factors", "product"])
-def test_models_come_closer(kind, space):
+def test_models_come_closer(space):
     held = models((10, 10, 10))  # full rank: nothing is cut off
     graph = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
-    mixed = run(held, laplacian_step(graph, kind=kind, eta=0.3, present=everyone(graph)), space)
+    mixed = run(held, laplacian_step(graph, eta=0.3, present=everyone(graph)), space)
     energies = [dirichlet_energy(update_gram(one, tuple(held), lambda _: 2.0), graph) for one in (held, mixed)]
     assert energies[1] < energies[0]
 

@@ -22,7 +22,7 @@ from atlas_fl.methods.robust import (
     trimmed_average,
     weiszfeld_weights,
 )
-from tests.aggregation.federations import adapters_of, dense_update, federation_of
+from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
 from tests.examples import examples
 
 ROBUST = tuple(name for name, rule in RULES.items() if issubclass(rule, Robust))
@@ -42,7 +42,7 @@ def vectors(points):
 
 def aggregate(name, models, *, fed=None, **words):
     strategy = find_method(name, **words)
-    return strategy.aggregate({}, dict(models), models, fed or federation(len(models)), round=1).client_models
+    return server_step(strategy, {}, dict(models), models, fed or federation(len(models)), round=1).client_models
 
 
 def aggregated(name, points, **words):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.models.lora import Adapters, Segment, attach_adapters, batched_linear, merged_weight, packed_linear
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters, merged_weight, packed_linear
 
 TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
 
@@ -105,18 +105,16 @@ def test_a_batched_product_equals_products_in_turn(ranks: tuple[int, ...], *, dr
     """What a GPU computes in one product for all clients; outputs and all gradients, in float64."""
     layer, factors = a_layer_of(ranks)
     masks = [None, torch.full((5, 6), 2.0, dtype=torch.float64), None] if drops else None
-    found, expected = (
-        outputs_and_gradients(compute, layer, factors, masks) for compute in (batched_linear, packed_linear)
-    )
+    found, expected = (outputs_and_gradients(layer, factors, masks, batched=batched) for batched in (True, False))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_a_client_whose_factors_are_not_finite_breaks_no_other_one() -> None:
     layer, factors = a_layer_of((2, 2, 2))
-    sound = outputs_and_gradients(batched_linear, layer, factors, None)
+    sound = outputs_and_gradients(layer, factors, None, batched=True)
     broken = [torch.full_like(factors[0], torch.nan), torch.full_like(factors[1], torch.inf), *factors[2:]]
-    found = outputs_and_gradients(batched_linear, layer, broken, None)
+    found = outputs_and_gradients(layer, broken, None, batched=True)
     others = slice(3, None)  # rows of the first client are the first three
     assert torch.equal(found[0][others], sound[0][others]) and not found[0][:3].isfinite().any()
     assert torch.equal(found[1][others], sound[1][others])
@@ -136,11 +134,11 @@ def a_layer_of(ranks: tuple[int, ...]) -> tuple[dict[str, Any], list[torch.Tenso
 
 
 def outputs_and_gradients(
-    compute: Any, layer: dict[str, Any], factors: list[torch.Tensor], masks: list[torch.Tensor | None] | None
+    layer: dict[str, Any], factors: list[torch.Tensor], masks: list[torch.Tensor | None] | None, *, batched: bool
 ) -> list[torch.Tensor]:
     """The output, and the gradients at x and the factors."""
     x = layer["x"].clone().requires_grad_()
     leaves = [factor.clone().requires_grad_() for factor in factors]
-    out = compute(**{**layer, "x": x}, factors=leaves, dropout_masks=masks)
+    out = packed_linear(**{**layer, "x": x}, factors=leaves, dropout_masks=masks, batched=batched)
     (out * torch.arange(45.0, dtype=torch.float64).view(9, 5)).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in (x, *leaves) if leaf.grad is not None)]

@@ -1,16 +1,12 @@
 """The cache of what enters the first adapted block: chunks, budget, order."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.models.prefix_cache import PrefixCache, machine_key, make_chunks
+from atlas_fl.models.prefix_cache import PrefixCache, make_chunks
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.storage.state_files import StateFiles
 
 LENGTHS = np.array([5, 3, 9, 3, 20, 2])
 
@@ -75,12 +71,11 @@ def test_without_a_budget_nothing_is_kept() -> None:
     assert compute.asked == [[5, 1, 3, 0]] * 2, "a chunk once for all of a batch's examples in it"
 
 
-def test_examples_of_no_split_are_computed_as_they_are_and_not_kept(tmp_path: Path) -> None:
-    cache, compute = on_disk(tmp_path, budget_bytes=10**6), Counted()
+def test_examples_of_no_split_are_computed_as_they_are_and_not_kept() -> None:
+    cache, compute = PrefixCache(budget_bytes=10**6, chunk_tokens=10), Counted()
     for _ in range(2):
         assert cache.states(split_of(LENGTHS), compute).shape == (42, 2)
     assert len(compute.asked) == 2 and cache.used_bytes == 0
-    assert not any(tmp_path.iterdir())
 
 
 def test_two_splits_with_the_same_places_are_not_mistaken_for_each_other() -> None:
@@ -88,68 +83,3 @@ def test_two_splits_with_the_same_places_are_not_mistaken_for_each_other() -> No
     first, second = split_of(np.array([2, 1])), split_of(np.array([1, 3]))
     assert cache.states(first.take(np.array([1])), compute)[:, 0].tolist() == [100]
     assert cache.states(second.take(np.array([1])), compute)[:, 0].tolist() == [100, 101, 102]
-
-
-def on_disk(folder: Path, *, key: str = "model", budget_bytes: int = 0) -> PrefixCache:
-    files = StateFiles(folder, budget_bytes=10**6)
-    return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=10, files=files, key=key)
-
-
-def test_another_cache_reads_what_one_has_written_and_asks_for_nothing(tmp_path: Path) -> None:
-    split, compute = split_of(LENGTHS), Counted()
-    first = on_disk(tmp_path).states(split.take(np.array([4, 0, 3])), compute)
-    assert compute.asked == [[5, 1, 3, 0], [4]]
-    assert torch.equal(on_disk(tmp_path).states(split.take(np.array([4, 0, 3])), compute), first)
-    assert len(compute.asked) == 2
-    on_disk(tmp_path).states(split.take(np.array([2])), compute)
-    assert compute.asked[2:] == [[2]], "a chunk that nobody has asked for"
-
-
-def test_states_of_another_model_or_of_other_tokens_are_not_taken(tmp_path: Path) -> None:
-    split, compute = split_of(LENGTHS), Counted()
-    on_disk(tmp_path).states(split.take(np.array([2])), compute)
-    on_disk(tmp_path, key="another").states(split.take(np.array([2])), compute)
-    for changes in ({"ids": split.ids + 1}, {"types": split.types + 1}):
-        on_disk(tmp_path).states(replace(split, **changes).take(np.array([2])), compute)
-    assert compute.asked == [[2]] * 4
-
-
-def test_equal_texts_with_other_labels_share_their_states(tmp_path: Path) -> None:
-    split, compute = split_of(LENGTHS), Counted()
-    on_disk(tmp_path).states(split.take(np.arange(6)), compute)
-    asked = len(compute.asked)
-    flipped = replace(split, labels=split.labels[::-1].copy())
-    states = on_disk(tmp_path).states(flipped.take(np.arange(6)), compute)
-    assert states[:, 0].tolist() == split.ids.tolist() and len(compute.asked) == asked
-
-
-def test_what_memory_has_is_not_read_from_the_disk(tmp_path: Path) -> None:
-    split, compute = split_of(LENGTHS), Counted()
-    cache = on_disk(tmp_path, budget_bytes=10**6)
-    cache.states(split.take(np.array([2])), compute)
-    for path in tmp_path.iterdir():
-        path.unlink()
-    cache.states(split.take(np.array([2])), compute)
-    assert compute.asked == [[2]]
-
-
-def test_states_read_in_inference_mode_can_be_trained_on(tmp_path: Path) -> None:
-    split = split_of(LENGTHS)
-    on_disk(tmp_path).states(split.take(np.array([2])), Counted())
-    cache = on_disk(tmp_path, budget_bytes=10**6)
-    with torch.inference_mode():
-        cache.states(split.take(np.array([2])), Counted())
-    states = cache.states(split.take(np.array([2])), Counted())
-    weight = torch.ones(2, requires_grad=True)
-    (states @ weight).sum().backward()
-    assert weight.grad is not None and weight.grad.tolist() == [9 * 204.0] * 2, "200 + 201 + ... + 208"
-
-
-def test_the_key_follows_instructions_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = set()
-    for value in ("AVX2", "SSE4_2"):
-        machine_key.cache_clear()
-        monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", value)
-        found.add(machine_key())
-    machine_key.cache_clear()
-    assert len(found) == 2 and all(torch.__version__ in key for key in found)

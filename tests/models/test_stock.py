@@ -1,16 +1,16 @@
-"""What the stock path knows of an architecture: its blocks, its head, its positions, its states."""
+"""What the stock path knows of an architecture: its blocks, its head, its positions."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.client.job import initial_params
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import block_index
 from atlas_fl.models.loading import build_first_blocks, find_family, load_backbone
-from atlas_fl.models.stock import mean_states
+from atlas_fl.models.stock import stock_outputs
 from atlas_fl.params import PARTS, head_keys
 from atlas_fl.setup.assembly import max_sequence_length
 from tests.models.stock_folders import save_stock_folder
@@ -61,19 +61,9 @@ def test_a_model_whose_positions_begin_behind_padding_reads_fewer_tokens(tmp_pat
     backbone = load_backbone(str(save_stock_folder(tmp_path, "camembert")))
     assert max_sequence_length(backbone) == 66 - backbone.model.config.pad_token_id - 1
     ids = torch.arange(max_sequence_length(backbone)) % 20 + 5
-    mean_states(backbone, ids, torch.zeros_like(ids), [len(ids)])
+    stock_outputs(backbone, ids, torch.zeros_like(ids), [len(ids)])
     with pytest.raises(IndexError):
-        mean_states(backbone, torch.cat([ids, ids[:1]]), torch.zeros(len(ids) + 1, dtype=torch.long), [len(ids) + 1])
-
-
-def test_mean_states_are_those_of_each_text_alone(tmp_path: Path) -> None:
-    backbone = load_backbone(str(save_stock_folder(tmp_path, "deberta-v3")))
-    ids, lengths = torch.arange(5, 17), [3, 7, 2]
-    found = mean_states(backbone, ids, torch.zeros_like(ids), lengths)
-    model = AutoModel.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        expected = [model(input_ids=part[None]).last_hidden_state[0].mean(0) for part in ids.split(lengths)]
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
+        stock_outputs(backbone, torch.cat([ids, ids[:1]]), torch.zeros(len(ids) + 1, dtype=torch.long), [len(ids) + 1])
 
 
 def test_what_has_no_packs_is_not_cut(tmp_path: Path) -> None:

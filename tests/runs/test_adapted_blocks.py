@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-import atlas_fl.setup.assembly
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
-from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.models.prefix_cache import PrefixCache
@@ -112,76 +109,21 @@ CACHED = {"adapted_blocks": 2, "dropout": 0.1, "pack_tokens": 200, "recluster_ev
 @pytest.fixture(scope="module")
 def uncached(shared_config: Make) -> RunResult:
     """A run that computes its lowest block in every pass."""
-    return run_config(shared_config(name="uncached", prefix_cache_gb=0, prefix_disk_gb=0, **CACHED))
-
-
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of states of one test."""
-    folder = tmp_path / "states"
-    monkeypatch.setattr(atlas_fl.setup.assembly, "state_folder", lambda: folder)
-    return folder
+    return run_config(shared_config(name="uncached", prefix_cache_gb=0, **CACHED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget_gb", [2e-4, 1.0])
 def test_the_cache_changes_no_bit_of_a_run(config: Make, uncached: RunResult, budget_gb: float) -> None:
     """With the smaller budget only a part is kept."""
-    found = run_config(config(name="cached", prefix_cache_gb=budget_gb, prefix_disk_gb=0, **CACHED))
+    found = run_config(config(name="cached", prefix_cache_gb=budget_gb, **CACHED))
     check_same(uncached.folder, found.folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("memory_gb", "disk_gb"), [(0.0, 2.0), (1e-4, 1e-4)])
-def test_states_on_the_disk_change_no_bit_of_the_run_that_writes_them_and_of_the_next(
-    config: Make, uncached: RunResult, disk: Path, memory_gb: float, disk_gb: float
-) -> None:
-    for name in ("first", "second"):
-        found = run_config(config(name=name, prefix_cache_gb=memory_gb, prefix_disk_gb=disk_gb, **CACHED))
-        check_same(uncached.folder, found.folder)
-        used = sum(path.stat().st_size for path in disk.iterdir())
-        assert 0 < used <= disk_gb * 2**30
-
-
-@pytest.mark.slow
-def test_damaged_states_are_told_once_and_computed_anew(config: Make, uncached: RunResult, disk: Path) -> None:
-    words = {"prefix_cache_gb": 0, **CACHED}
-    run_config(config(name="first", **words))
-    whole = {path.name: path.read_bytes() for path in disk.iterdir()}
-    for path in disk.iterdir():
-        content = bytearray(whole[path.name])
-        content[-1] ^= 1
-        path.write_bytes(content)
-    told = list[object]()
-    found = run_config(config(name="second", **words), on_event=told.append)
-    notes = [str(event) for event in told if "is damaged" in str(event)]
-    assert len(notes) == 1 and notes[0].endswith("its states are computed anew")
-    check_same(uncached.folder, found.folder)
-    assert {path.name: path.read_bytes() for path in disk.iterdir()} == whole
-
-
-@pytest.mark.slow
-def test_workers_read_what_a_run_in_one_process_has_computed(config: Make, uncached: RunResult, disk: Path) -> None:
-    run_config(config(name="first", **CACHED))
-    before = sorted(path.name for path in disk.iterdir())
-    found = run_config(config(name="workers", prefix_cache_gb=0, **CACHED), backend=in_threads(2))
-    check_same(uncached.folder, found.folder)
-    assert sorted(path.name for path in disk.iterdir()) == before, "they take the same names, and add none"
 
 
 @pytest.mark.slow
 def test_workers_with_caches_of_their_own_make_the_same_run(config: Make, uncached: RunResult) -> None:
     found = run_config(config(name="workers", **CACHED), backend=in_threads(2))
     check_same(uncached.folder, found.folder)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_from_the_disk_ends_in_the_same_bits(config: Make, uncached: RunResult, disk: Path) -> None:
-    first = run_config(config(name="first", max_rounds=1, prefix_cache_gb=0, **CACHED))
-    assert not first.complete
-    check_same(uncached.folder, resume_run(first.folder).folder)
-    assert any(disk.iterdir())
-    assert config_hash(config(prefix_cache_gb=0, prefix_disk_gb=0, **CACHED)) == config_hash(config(**CACHED))
 
 
 def test_the_cached_states_are_used_in_every_round(config: Make) -> None:

@@ -114,7 +114,6 @@ OF_LATE_CLIENTS: Rows = (
 )
 OTHERS: Rows = (
     ({"topology": "paired"}, r"^--topology paired says who .* and --split none cuts none; "),
-    ({"merge_similarity": "1.5", "clusters": "auto"}, r"^--merge-similarity is 1\.5; allowed: above -1, below 1"),
     ({"adapted_blocks": 4}, r"--adapted-blocks is 4; allowed: 1 to 3, the blocks of "),
     ({"fingerprint": "fisher", "fingerprint_blocks": 4}, r"--fingerprint-blocks.*4.*1 to 3, the model's blocks"),
 )

@@ -386,8 +386,8 @@ def test_resume_of_something_else_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Make) -> None:
-    mixed = run_config(config(eta="1.5", name="mixed", laplacian="symmetric"))
-    best = run_config(config(eta="1.5", name="best", laplacian="symmetric", keep="best"))
+    mixed = run_config(config(eta="1.5", name="mixed"))
+    best = run_config(config(eta="1.5", name="best", keep="best"))
     record = json.loads((best.folder / "audit/round-0002/record.json").read_text())
     assert record["kept"], "this eta is far too large, so somebody must prefer its own model"
 
@@ -458,13 +458,3 @@ def test_models_that_give_no_numbers_are_told_and_count_as_wrong(config: Make, m
     ]
     scored = [row for row in rows(result.folder) if row.get("split") in ("validation", "test")]
     assert scored and all(row["accuracy"] == 0 and "loss" not in row for row in scored)
-
-
-def test_the_plan_stops_ranks_at_the_cap_and_says_what_that_saves(config: Make) -> None:
-    free, capped = make_plan(config(ranks="budget")), make_plan(config(ranks="capped", rank_cap=4))
-    sums = [sum(sum(client.ranks) for client in plan.clients) for plan in (free, capped)]
-    assert max(rank for client in capped.clients for rank in client.ranks) == 4 < sums[0] - sums[1]
-    (note,) = (note for note in capped.notes if "--rank-cap" in note)
-    # all blocks of the tiny model are alike, so that bytes are in proportion to ranks
-    assert f" {1 - sums[1] / sums[0]:.0%} less than the " in note and note.endswith(" MB of --ranks budget")
-    assert not any("--rank-cap" in note for note in free.notes)

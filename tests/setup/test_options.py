@@ -65,15 +65,14 @@ def test_the_plan_says_what_differs_between_a_method_and_its_paper(values, tasks
     ("changes", "scales"),  # at ranks 4, 16 and 64
     [
         ({}, (2, 2, 2)),
-        ({"ranks": "capped"}, (4, 2, 1)),
-        ({"ranks": "capped", "rslora": True}, (4, 2, 1)),
-        ({"ranks": "capped", "lora_alpha": 8.0}, (2, 0.5, 0.125)),
+        ({"lora_alpha": 8.0, "rslora": True}, (4, 2, 1)),
+        ({"lora_alpha": 8.0}, (2, 0.5, 0.125)),
         ({"ranks": "4"}, (2, 2, 2)),
         ({"ranks": "budget"}, (2, 2, 2)),
         ({"ranks": "budget", "rslora": True}, (4, 8, 16)),
     ],
 )
-def test_the_scale_falls_with_the_root_of_the_rank_where_ranks_are_capped(
+def test_the_scale_falls_with_the_root_of_the_rank_with_an_alpha_and_rslora(
     changes: dict[str, object], scales: tuple[float, ...]
 ) -> None:
     scale = scale_of(with_values(Config(), changes))

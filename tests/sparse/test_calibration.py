@@ -30,15 +30,13 @@ def test_two_rounds_by_hand() -> None:
 
 def test_nothing_is_turned_down_where_nothing_is_frozen() -> None:
     ones = {"w": torch.ones(4, dtype=torch.bool)}
-    assert torch.equal(shrink_frozen(PARAMS, ones, shrink=0.1)["w"], PARAMS["w"])
+    assert torch.equal(shrink_frozen(PARAMS, ones)["w"], PARAMS["w"])
 
 
 def test_bad_numbers_are_refused() -> None:
     words = {"names": ["w"], "strategy": "random", "seed": 0}
     with pytest.raises(ConfigError, match="calibration has 0 rounds"):
         calibrate_mask(dict, PARAMS, sparsity=0.5, rounds=0, **words)
-    with pytest.raises(ConfigError, match="shrink is 2"):
-        calibrate_mask(dict, PARAMS, sparsity=0.5, rounds=1, shrink=2, **words)
     with pytest.raises(ConfigError, match=r"sparsity is 1\.0"):
         calibrate_mask(dict, PARAMS, sparsity=1.0, rounds=1, **words)
     with pytest.raises(ModelError, match="no parameter 'v'"):

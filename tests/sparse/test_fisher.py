@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
+from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 
@@ -52,7 +52,7 @@ def test_labels_are_drawn_from_the_model() -> None:
     )
     spread = (p * (1 - p) * (1 - 2 * p).square() / 4000).sqrt()
     assert ((found - p * (1 - p)).abs() <= 4 * spread).all()
-    labels = [int(draw_label(params["b"], torch.tensor(u))) for u in label_uniforms(1, 4000)]
+    labels = [draw_label(params["b"], u) for u in label_uniforms(1, 4000)]
     assert np.bincount(labels) / 4000 == pytest.approx(p.numpy(), abs=4 * 0.5 / 4000**0.5)
 
 
@@ -75,10 +75,8 @@ def test_it_is_not_the_square_of_the_batchs_gradient() -> None:
     assert (found > 5 * gradient.square()).float().mean() > 0.9
 
 
-def test_what_does_not_fit_is_said_in_one_line() -> None:
+def test_what_does_not_fit_the_model_is_said_in_one_line() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 3, 4)}
-    with pytest.raises(BudgetError, match=r"one example takes \d+ bytes and 10 are allowed"):
-        fisher_scores(softmax_regression, REGRESSION, memory_bytes=10, **words)
     with pytest.raises(ModelError, match="no parameter 'v'"):
         fisher_scores(softmax_regression, REGRESSION, **(words | {"names": ["v"]}))
     with pytest.raises(DataError, match="one target for each of 3 examples, and there are none"):

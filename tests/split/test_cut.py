@@ -18,7 +18,7 @@ ROUND = RoundPrediction(
     transfer_seconds=4.0,
     memory=Memory(total_bytes=100, parts={"weights": 30, "activations": 20}),
 )
-RANKS = RankAssignment(ranks=(4, 4, 4), budget_bytes=0, largest_rank=4, notes=(), uncapped_bytes=0)
+RANKS = RankAssignment(ranks=(4, 4, 4), budget_bytes=0, largest_rank=4, notes=())
 
 
 def fit(*, blocks: int = 2, memory: int = 50, **seconds: float) -> ClientFit:

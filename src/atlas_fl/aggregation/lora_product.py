@@ -182,13 +182,17 @@ def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[flo
     return torch.cat([tensor.double() for tensor in a]), torch.cat(scaled, 1)
 
 
-def resize_rank(a: Tensor, b: Tensor, *, rank: int, old_scale: float, new_scale: float) -> tuple[Tensor, Tensor]:
-    """The same update with another rank: exact while the rank of the product fits, else the best approximation."""
-    stacks = stack_factors([a], [b], [old_scale])
-    ones = torch.ones(1, a.shape[0], dtype=torch.float64, device=a.device)
-    best = truncated_svd(*stacks, ones, ranks=[rank])[0]
-    new_a, new_b, _ = factorise(best, a, rank=rank, scale=new_scale)
-    return new_a.to(a.dtype).contiguous(), new_b.to(b.dtype).contiguous()
+def sum_as_pair(
+    a: Sequence[Tensor], b: Sequence[Tensor], weights: Sequence[float], *, old_scale: float, rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """A and B of this rank and scale of the weighted sum of updates of one old rank.
+
+    Exact while its rank fits, else the best approximation; types and spare directions are those of the first.
+    """
+    row = torch.tensor(weights, dtype=torch.float64, device=a[0].device).repeat_interleave(len(a[0]))[None]
+    best = truncated_svd(*stack_factors(a, b, [old_scale] * len(a)), row, ranks=[rank])[0]
+    new_a, new_b, _ = factorise(best, a[0], rank=rank, scale=scale)
+    return new_a.to(a[0].dtype).contiguous(), new_b.to(b[0].dtype).contiguous()
 
 
 def energy_share(thrown: Mapping[str, float], total: Mapping[str, float]) -> dict[str, float]:

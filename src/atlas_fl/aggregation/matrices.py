@@ -1,9 +1,9 @@
 """Mixing matrices: averages, Laplacian step, bounded weights; every server rule is `w <- M w`, M row-stochastic.
 
-FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024); Metropolis weights: Xiao and Boyd, 2004.
+FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024).
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -104,47 +104,21 @@ def without_edges(federation: Federation, clients: Collection[str]) -> Federatio
     return replace(federation, adjacency=np.where(linked[:, None] & linked[None, :], federation.adjacency, 0.0))
 
 
-def _symmetric(adjacency: np.ndarray) -> np.ndarray:
-    full = np.diag(adjacency.sum(axis=1)) - adjacency
-    largest = float(np.linalg.eigvalsh(full)[-1]) if adjacency.any() else 1.0
-    return np.asarray(full / largest)
+def laplacian(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """The Laplacian I - D^-1 A of a random walk on a symmetric graph; a client without edges has a zero row.
 
-
-def _random_walk(adjacency: np.ndarray) -> np.ndarray:
+    Rows sum to zero; a step keeps the degree-weighted mean, and no weight is negative for eta <= 1.
+    """
     degree = adjacency.sum(axis=1)
     walk = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
     return np.diag((degree > 0).astype(np.float64)) - walk
 
 
-def _metropolis(adjacency: np.ndarray) -> np.ndarray:
-    degree = adjacency.sum(axis=1)
-    larger = np.maximum(degree[:, None], degree[None, :])
-    weights = adjacency / np.where(larger > 0, larger, 1.0)
-    return np.diag(weights.sum(axis=1)) - weights
-
-
-LAPLACIANS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "symmetric": _symmetric,
-    "random_walk": _random_walk,
-    "metropolis": _metropolis,
-}
-
-
-def laplacian(adjacency: Float64[np.ndarray, "n n"], kind: str) -> Float64[np.ndarray, "n n"]:
-    """The Laplacian L of a symmetric graph; rows sum to zero, a client without edges has a zero row.
-
-    `symmetric`: (D - A) / lambda_max, keeps the plain mean. `random_walk`: I - D^-1 A, keeps the degree-weighted mean
-    and no weight is negative for eta <= 1. `metropolis`: a_kl / max(d_k, d_l) off the diagonal; keeps the plain mean
-    and no weight is negative for eta <= 1.
-    """
-    return LAPLACIANS[kind](np.asarray(adjacency, np.float64))
-
-
 def laplacian_step(
-    adjacency: Float64[np.ndarray, "n n"], *, kind: str, eta: float, present: Bool[np.ndarray, " n"]
+    adjacency: Float64[np.ndarray, "n n"], *, eta: float, present: Bool[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "n n"]:
     """M = I - eta L; absent clients keep their model (identity rows) and still count as neighbours of the others."""
-    step = np.eye(len(present)) - eta * laplacian(adjacency, kind)
+    step = np.eye(len(present)) - eta * laplacian(adjacency)
     return np.where(np.asarray(present, bool)[:, None], step, np.eye(len(present)))
 
 

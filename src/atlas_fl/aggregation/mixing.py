@@ -41,18 +41,11 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
             others = [one for client, one in models_by_client.items() if tasks[client] != tasks[name]]
             everyone = [*peers, *others]
             for key in params:
-                equal = _one([held[key] for held in (peers if key.startswith(HEAD) else everyone)])
-                if equal is not None:
-                    models[name] = {**models[name], key: equal}
+                tensors = [held[key] for held in (peers if key.startswith(HEAD) else everyone)]
+                # bit for bit, as far as numbers show
+                if tensors and all(one is tensors[0] or torch.equal(one, tensors[0]) for one in tensors):
+                    models[name] = {**models[name], key: tensors[0]}
     return models
-
-
-def _one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The first of these where all are equal to it, bit for bit as far as numbers show; None where they are not."""
-    if not tensors:
-        return None
-    first = tensors[0]
-    return first if all(tensor is first or torch.equal(tensor, first) for tensor in tensors[1:]) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -324,6 +317,6 @@ def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int]
     for module, rank in ranks.items():
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
-            scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}
-            new[module + LORA_A], new[module + LORA_B] = lora_product.resize_rank(a, b, rank=rank, **scales)
+            scales = {"old_scale": scale(a.shape[0]), "scale": scale(rank)}
+            new[module + LORA_A], new[module + LORA_B] = lora_product.sum_as_pair([a], [b], [1.0], rank=rank, **scales)
     return new

@@ -15,7 +15,7 @@ from math import inf, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import factorise, stack_factors, truncated_svd
+from atlas_fl.aggregation.lora_product import sum_as_pair
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
@@ -33,14 +33,11 @@ def change_norms(before: Params, after: Params, how: StrategyOptions) -> dict[st
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
     for key in shared:  # a set has no order, and the sum of floats follows it
         if key not in in_pairs:
-            squares[HEADS if key.startswith(HEAD) else BODY] += _square(after[key], before[key])
+            # a difference of float32 overflows above 3.4e38, and then it is infinite, which is too large indeed
+            norm = float(torch.linalg.vector_norm(after[key] - before[key], dtype=torch.float64))
+            squares[HEADS if key.startswith(HEAD) else BODY] += norm**2
     squares[BODY] += _product_square(before, after, pairs, how.scale)
     return {part: sqrt(square) for part, square in squares.items()}
-
-
-def _square(after: Tensor, before: Tensor) -> float:
-    # a difference of float32 overflows above 3.4e38, and then it is infinite, which is too large indeed
-    return float(torch.linalg.vector_norm(after - before, dtype=torch.float64)) ** 2
 
 
 def _product_square(before: Params, after: Params, modules: Sequence[str], scale: Callable[[int], float]) -> float:
@@ -66,7 +63,8 @@ def find_excesses(
     there is no measure.
     """
     medians: dict[str, dict[str, tuple[float, int]]] = {client: {} for client in norms}
-    for part, cohort in _cohorts(norms, tasks):
+    by_task = [[client for client in norms if tasks[client] == task] for task in dict.fromkeys(tasks.values())]
+    for part, cohort in [(BODY, list(norms)), *((HEADS, clients) for clients in by_task if clients)]:
         middle = statistics.median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
             medians[client][part] = (middle, len(cohort))
@@ -81,14 +79,6 @@ def find_excesses(
             limits = {name: ratio * own_middle for name, (own_middle, _) in by_part.items()}
             excesses[client] = (f"{reason} {middle:.3g} of {size} clients", limits)
     return excesses
-
-
-def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """(part, clients that are compared in it)."""
-    by_task: dict[str, list[str]] = {}
-    for client in norms:
-        by_task.setdefault(tasks[client], []).append(client)
-    return [(BODY, list(norms)), *((HEADS, clients) for clients in by_task.values())]
 
 
 def clip_update(
@@ -121,7 +111,10 @@ def scaled_change(
             new[key] = before[key] + change
     if (factor := factors.get(BODY, 1.0)) != 1.0:
         for module in pairs:
-            new |= _clipped_pair(before, after, module, how.scale, factor=factor)
+            a, b = ([models[module + end] for models in (before, after)] for end in (LORA_A, LORA_B))
+            scale, rank = how.scale(len(a[0])), len(a[0])
+            pair = sum_as_pair(a, b, [1 - factor, factor], old_scale=scale, rank=rank, scale=scale)
+            new[module + LORA_A], new[module + LORA_B] = pair
     return new
 
 
@@ -129,18 +122,6 @@ def _factor(norm: float, limit: float) -> float:
     if not isfinite(norm):
         return 0.0
     return min(1.0, limit / norm) if norm > 0 else 1.0
-
-
-def _clipped_pair(
-    before: Params, after: Params, module: str, scale: Callable[[int], float], *, factor: float
-) -> dict[str, Tensor]:
-    a, b = ([models[module + end] for models in (before, after)] for end in (LORA_A, LORA_B))
-    rank = a[0].shape[0]
-    stacks = stack_factors(a, b, [scale(rank)] * 2)
-    weights = torch.tensor([[1 - factor] * rank + [factor] * rank], dtype=torch.float64, device=a[0].device)
-    best = truncated_svd(*stacks, weights, ranks=[rank])[0]
-    new_a, new_b, _ = factorise(best, a[0], rank=rank, scale=scale(rank))
-    return {module + LORA_A: new_a.to(a[0].dtype).contiguous(), module + LORA_B: new_b.to(b[0].dtype).contiguous()}
 
 
 def bound_updates(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int64
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
 from atlas_fl.aggregation.mixing import Mixed, Reduce, mix
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, is_last_layer
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer
 
 Matrices: TypeAlias = Callable[[str], np.ndarray]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
@@ -167,11 +167,6 @@ def mixing_matrices(
     return matrix
 
 
-def for_newcomers(rule: Rule) -> Rule:
-    """The rule for those alone who are not present; everyone else keeps its model."""
-    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
-
-
 def twice_the_rank(_rank: int) -> float:
     """The scale alpha / r with alpha = 2 r: always 2."""
     return 2.0
@@ -191,7 +186,6 @@ class StrategyOptions:
     within: str = "all"
     eta: float = 0.1
     eta_decay: float = 1.0
-    laplacian: str = "random_walk"
     layer_weighting: str = "none"
     proximal_mu: float = 0.0
     second_model: str = "none"
@@ -209,11 +203,6 @@ class StrategyOptions:
     def last_aggregation(self) -> int:
         """The round that the last aggregation ends."""
         return self.rounds - self.personal_rounds
-
-
-def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
-    """The model of every client after local training: its update, or its old model where it took no part."""
-    return {client: updates.get(client, params) for client, params in client_models.items()}
 
 
 def mix_by_space(

@@ -226,18 +226,15 @@ class Laplacian(Formula):
         return float(step.plan.adjacency[k, other])
 
     def _matrix(self, step: Step, key: str) -> np.ndarray:
-        n, kind = step.num_clients, step.run.mixing.laplacian
+        n = step.num_clients
         edge = [[self._edge(step, k, other, key) for other in range(n)] for k in range(n)]
         degree = [sum(row) for row in edge]
         pull = np.zeros((n, n))  # how strongly each client is drawn to each other
         for k in range(n):
             for other in range(n):
                 if edge[k][other] > 0:
-                    divisor = {"symmetric": 1.0, "random_walk": degree[k], "metropolis": max(degree[k], degree[other])}
-                    pull[k, other] = edge[k][other] / divisor[kind]
-        matrix = np.diag(pull.sum(axis=1)) - pull
-        largest = np.linalg.norm(matrix, 2) if kind == "symmetric" else 1.0
-        return np.asarray(matrix / largest if largest > 0 else matrix)
+                    pull[k, other] = edge[k][other] / degree[k]
+        return np.asarray(np.diag(pull.sum(axis=1)) - pull)
 
     def _step_size(self, step: Step, key: str) -> float:
         layer = step.plan.layer(key)

@@ -30,8 +30,7 @@ from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import HEAD, Params
-from atlas_fl.rng import Seed
-from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
+from atlas_fl.sparse.fisher import fisher_scores
 
 GRAM, CROSS = "gram", "cross"
 BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
@@ -100,35 +99,23 @@ def sensitivity(job: Job, site: Site) -> Update:
     order = draws.generator("sensitivity", asked=(options.examples,)).permutation(len(data))
     batch = data.take(order[: options.examples])
     params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
-    seed = draws.derive("sensitivity")
-    if batch.pixels is None:
-        sums = _text_squares(batch, params, options, site, seed=seed)
-    else:
-        sums = fisher_scores(
-            partial(image_logits, site.vision),
-            params,
-            names=options.names,
-            inputs=preprocess(site.vision, batch.pixels),
-            labels=options.labels,
-            targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
-            seed=seed,
-        ).sums
-    return Update(client=job.client, params=sums, examples=len(batch), metrics={})
+    logits, inputs = partial(_text_logits, batch, site), torch.arange(len(batch))
+    if batch.pixels is not None:
+        logits, inputs = partial(image_logits, site.vision), preprocess(site.vision, batch.pixels)
+    found = fisher_scores(
+        logits,
+        params,
+        names=options.names,
+        inputs=inputs,
+        labels=options.labels,
+        targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
+        seed=draws.derive("sensitivity"),
+    )
+    return Update(client=job.client, params=found.sums, examples=len(batch), metrics={})
 
 
-def _text_squares(
-    batch: EncodedExamples, params: Params, options: SensitivityOptions, site: Site, *, seed: Seed
-) -> Params:
-    """Example by example, because texts differ in length; labels are drawn as in `sparse.fisher.fisher_scores`."""
-    leaves = {name: params[name].detach().requires_grad_() for name in options.names}
-    sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(seed, len(batch))
-    for index in range(len(batch)):
-        row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
-        with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):
-            is_true = options.labels == "true"
-            label = row.labels[0][0] if is_true else draw_label(logits[0], torch.tensor(draws[index]))
-            log_prob = logits[0].log_softmax(-1)[int(label)]
-        for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
-            sums[name] += gradient.double().square()
-    return {name: total.to(params[name].dtype) for name, total in sums.items()}
+def _text_logits(batch: EncodedExamples, site: Site, params: Params, index: Tensor) -> Tensor:
+    """Logits (1, classes) of one text, whose index this is."""
+    row = collate_packed([batch.take(index.numpy())], device=site.backbone.device)
+    with forward(row, [params], site) as (logits,):
+        return logits

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
-from atlas_fl.client.label_covariance import LABELS, label_sketch
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
-from atlas_fl.clustering.sketch import combine_parts, sketch_parts
+from atlas_fl.clustering.sketch import combine_parts, sketch, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.split.model import select_client_side
@@ -31,23 +30,13 @@ PARTS = "parts"
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params; where it is
-    asked for, a third of its labels under `label_covariance.LABELS`.
+    """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params.
 
     `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
     of both halves, during the warm-up or at the shared initialisation.
     """
     warms_up = jobs[0].options.kind == "delta"
-    updates = _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
-    return [
-        replace(update, params={**update.params, LABELS: label_sketch(job, site)}) if sketches_labels(job) else update
-        for job, update in zip(jobs, updates, strict=True)
-    ]
-
-
-def sketches_labels(job: Job) -> bool:
-    """Return whether a sketch of labels comes with this fingerprint: a cut client has no features of its own."""
-    return job.options.labels and job.cut is None
+    return _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
 
 
 def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -95,7 +84,7 @@ def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> lis
 def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
     """The sketch of a warmed-up B, (sketch_dim,) float32 of unit length."""
     factors = {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
-    return combine_parts(parts_of(factors, options).values())
+    return sketch(factors, dim=options.sketch_dim, seed=options.train.seed)
 
 
 def _from_gradients(job: Job, site: Site) -> Update:
@@ -144,7 +133,8 @@ def measure_parts(
 
 def parts_of_gradients(totals: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
     """The parts of a sketch of what such sums come to, up to a factor."""
-    return parts_of({key: FINGERPRINTS[options.kind].total(total) for key, total in totals.items()}, options)
+    tensors = {key: FINGERPRINTS[options.kind].total(total) for key, total in totals.items()}
+    return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
 
 
 def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
@@ -153,11 +143,6 @@ def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
     ordered = list(names)
     client_side = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
     return [name for name in ordered if name in client_side]
-
-
-def parts_of(tensors: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
-    """Part of each of these tensors in the fingerprint's sketch, float64 (sketch_dim,)."""
-    return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
 
 
 def parts_message(parts: Sequence[np.ndarray]) -> dict[str, Tensor]:

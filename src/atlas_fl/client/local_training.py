@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count, islice
 from typing import TypeAlias
 
@@ -248,7 +249,7 @@ class LocalTrainer:
             self.leaves,
             replace(options, seed=int(self._draws.generator("term", *_round_path(job)).integers(2**31))),
             self.scale,
-            on_norms=self._share_norms,
+            on_norms=None if self.line is None else partial(self.line.share_norms, client_side=self._below),
             anchor=job.sent.get("anchor", {}),
             correction=job.sent.get("correction", {}),
             mean=self._mean,
@@ -323,10 +324,6 @@ class LocalTrainer:
         """Clear all gradients."""
         for leaf in self.leaves.values():
             leaf.grad = None
-
-    def _share_norms(self, norms: Tensor) -> None:
-        if self.line is not None:
-            self.line.share_norms(norms, self._below)
 
     def update(self, seconds: float) -> Update:
         """Answer to the server."""

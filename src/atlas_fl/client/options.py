@@ -155,8 +155,6 @@ class FingerprintOptions:
     """Last blocks whose gradients are taken."""
     samples: int | None = None
     """Most examples of both halves together; all where it is None."""
-    labels: bool = False
-    """Sketch how labels vary with features too (`client.label_covariance`)."""
     stride: int = 10
     """Warm-up steps between two looks at the halves' agreement."""
     reliability: float = 0.3

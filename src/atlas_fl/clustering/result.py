@@ -18,7 +18,7 @@ from atlas_fl.clustering.k_search import KTableRow, mean_sketch
 from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels
 from atlas_fl.errors import CheckpointError, ConfigError
 
-TUPLES = ("labels", "before_merging", "warnings", "k_table")
+TUPLES = ("labels", "warnings", "k_table")
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
 """Fields of a clustering that are lists in JSON."""
 
@@ -29,8 +29,6 @@ class Clustering:
 
     labels: tuple[int, ...]
     """Cluster of each client; -1 for an undecided one, which is in none."""
-    before_merging: tuple[int, ...] = ()
-    """Labels before `merge_clusters` joined clusters, which `centroids` are of; empty where it joined none."""
     warnings: tuple[str, ...] = ()
     """One line for each thing the user should know."""
     k_table: tuple[KTableRow, ...] = ()
@@ -83,8 +81,7 @@ class Placement:
     """c_kk: agreement of its own halves."""
     similarity: Mapping[int, float]
     """Its similarity to each cluster by label: the mean noise-corrected similarity to the members, or, where the
-    method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict. To one that
-    was joined from several clusters, the largest of theirs."""
+    method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict."""
 
 
 def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
@@ -104,8 +101,7 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     whole = float(sketch.cross_similarity(first[None], second[None])[0, 0])
     if clustering.alike is not None and whole >= settings.min_reliability and client_reliability < settings.threshold:
         return Placement(cluster=clustering.alike, reliability=whole, similarity={clustering.alike: 1.0})
-    names = decided_labels(clustering.before_merging or clustering.labels)
-    joined = dict(zip(clustering.before_merging or clustering.labels, clustering.labels, strict=True))
+    names = decided_labels(clustering.labels)
     corrected = len(centroids) == 2
     if not names or (corrected and client_reliability <= 0.0):
         return Placement(cluster=UNDECIDED, reliability=client_reliability, similarity={})  # rho is not defined
@@ -116,13 +112,10 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
         similarities = 1 - np.linalg.norm(centroids[0] - mean, axis=1) ** 2 / 2
     alone = corrected and settings.fixed_k is None and similarities.max() < settings.threshold
     alone = alone or client_reliability < settings.min_reliability
-    by_label: dict[int, float] = {}
-    for name, similarity in zip(names, similarities.tolist(), strict=True):
-        by_label[joined[name]] = max(similarity, by_label.get(joined[name], similarity))
     return Placement(
-        cluster=UNDECIDED if alone else joined[names[int(similarities.argmax())]],
+        cluster=UNDECIDED if alone else names[int(similarities.argmax())],
         reliability=client_reliability,
-        similarity=by_label,
+        similarity=dict(zip(names, similarities.tolist(), strict=True)),
     )
 
 
@@ -146,12 +139,9 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     new_row[-1] = 1.0
     similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
     points = sketch.project_sketches(mean_sketch(left, right), components=2).points
-    # A cluster that was joined from several is one to the newcomer: it is put into the first of them.
-    before = dict(zip(reversed(clustering.labels), reversed(clustering.before_merging)))
     return replace(
         clustering,
         labels=(*clustering.labels, label),
-        before_merging=(*clustering.before_merging, before.get(label, label)) if before else (),
         similarity=similarity,
         reliability=np.append(clustering.reliability, reliabilities[-1]),
         points=np.pad(points, ((0, 0), (0, 2 - points.shape[1]))),

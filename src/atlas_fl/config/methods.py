@@ -116,7 +116,7 @@ def with_method_settings(config: Config) -> Config:
     return replace_settings(missing, base=config) if missing else config
 
 
-OF_LAPLACIAN = frozenset({"--eta", "--eta-decay", "--laplacian", "--layer-weighting"})
+OF_LAPLACIAN = frozenset({"--eta", "--eta-decay", "--layer-weighting"})
 """Flags that have a meaning under the Laplacian alone."""
 
 

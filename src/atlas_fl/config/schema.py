@@ -184,9 +184,6 @@ class TrainingConfig:
     prefix_cache_gb: Annotated[float, Range(least=0, most=1e6, at_site=1024), Mark.SESSION] = 1.0
     """Memory of each process for what enters the first adapted block under `--adapted-blocks`, which is then computed
     once for each example; 0 keeps nothing. It changes no number."""
-    prefix_disk_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 2.0
-    """Disk for the same, in the user's cache folder, which all processes and later runs of this machine share; 0 for
-    never. What was not used for longest makes room. It changes no number."""
 
 
 NONE, AUTO = "none", "auto"
@@ -379,7 +376,7 @@ class ModelConfig:
     adapted_blocks: Annotated[int | None, Range(least=1), Mark.OF_ADAPTERS] = None
     """LoRA on this many uppermost blocks alone; all by default."""
     lora_alpha: Annotated[float | None, Range(above=0), Mark.OF_ADAPTERS] = None
-    """LoRA alpha; by default twice the rank, and with `--ranks capped` 8 over the square root of the rank."""
+    """LoRA alpha; twice the rank by default."""
     rslora: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0
@@ -423,8 +420,6 @@ class ClusteringConfig:
     """Clusters below this size are merged into their nearest."""
     similarity_threshold: Annotated[float, Range(above=-1, below=1)] = 0.8
     """Noise-corrected similarity from which clients share a cluster under `corrected`."""
-    merge_similarity: Annotated[float | None, Range(above=-1, below=1)] = None
-    """Cosine from which clusters are one whose labels vary alike with features (0.3 suits); none are by default."""
     min_reliability: Annotated[float, Range(above=-1, below=1)] = 0.1
     """Agreement of a client's own halves below which it is undecided and in no cluster."""
     incremental_pca: bool = False
@@ -440,11 +435,7 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
-    """`capped` (`budget` up to `--rank-cap`), `budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or
-    one rank for every layer and client."""
-    rank_cap: Annotated[int, Range(least=1, at_site=1024)] = 8
-    """Largest rank of `capped`, or the smallest candidate if that is larger; more gained no score
-    (`benchmarks/ranks_pay.py`)."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
     candidates: Annotated[
         tuple[int, ...],
         Range(least=1, at_site=1024),
@@ -488,8 +479,6 @@ class MixingConfig:
     """Step of the Laplacian: 0 mixes nothing."""
     eta_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     """Factor on eta after each round."""
-    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
-    """Form of the graph's Laplacian, which sets the mean that mixing keeps."""
     alpha: Annotated[float | None, Range(above=0)] = None
     """Sharpness of the graph's RBF; one over the median squared distance by default."""
     graph: Literal["similarity", "uniform", "adaptive"] = "similarity"

@@ -62,9 +62,7 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     images = config.images if chosen.part is not None else replace(config.images, nc=ALL_CLASSES)
     # no server says where a site reads secrets
     run = replace(config.run, runs_dir="runs", name=None, secrets=None, plugin=chosen.plugin)
-    # a text can be guessed from its states, and no server decides what of them stays on a site's disk
-    training = replace(config.training, prefix_disk_gb=0.0)
-    here = replace(config, data=data, model=model, images=images, training=training, run=run)
+    here = replace(config, data=data, model=model, images=images, run=run)
     settings = validate(here, at_sites=True)
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
@@ -280,8 +278,6 @@ def _for_the_plan(config: Config, task: Task) -> Iterator[str]:
     is_full = trainable_of(config, [task]) == "full"
     if takes_fingerprints(config, task):
         yield f"two sketches of {config.clustering.sketch_dim:,} numbers"
-        if config.clustering.merge_similarity is not None:
-            yield "one of how labels vary with features"
         if config.clustering.fingerprint == "delta" and not is_full:
             yield f"{_trained(config, task)} after a warm-up"
     if not is_full:

@@ -43,8 +43,6 @@ PROGRAM = "import sys; from atlas_fl.experiment.backends import worker_main; wor
 def in_process_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
     assembly = assemble(config)
-    if (files := assembly.site.prefix_cache.files) is not None:
-        files.report = lambda line: on_event(Note(line))
     yield assembly, ReusingEngine(engine=local_engine(assembly, on_event), site=assembly.site)
 
 

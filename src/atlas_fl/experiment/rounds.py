@@ -43,7 +43,7 @@ from atlas_fl.experiment.state import (
 )
 from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
-from atlas_fl.methods.method import Method, Part, RoundStart
+from atlas_fl.methods.method import Method, Part, RoundStart, StepInputs
 from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
@@ -475,7 +475,16 @@ def _aggregate(
     )
     one_adapter = config.training.multitask
     server_models = _with_one_adapter(state.server_models, trained) if one_adapter else state.server_models
-    result = method.aggregate(server_state, server_models, trained, federation, round=state.round + 1, answers=answers)
+    result = method.aggregate(
+        StepInputs(
+            server_state=server_state,
+            client_models=server_models,
+            updates=trained,
+            federation=federation,
+            round=state.round + 1,
+            answers=answers,
+        )
+    )
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     options = train_options(config, with_images=assembly.has_images)
     models = keep_untrained(config, options, state.client_models, models, round=state.round + 1)

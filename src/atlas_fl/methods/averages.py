@@ -4,6 +4,8 @@ McMahan et al. 2017, arXiv:1602.05629. Published methods that are settings of th
 is shared (`share`), where it is mixed (`space`, `align`) and what a client trains (`trained_parts`, `proximal_mu`).
 """
 
+from typing import ClassVar
+
 import numpy as np
 
 from atlas_fl.aggregation.rules import MixingContext, clustered_average, weighted_average
@@ -21,16 +23,28 @@ class Local(Method):
         return np.eye(len(step.present))
 
 
-class FedAvg(Method):
+class Averaging(Method):
+    """A method that begins with one average over all clients, weighted by examples; heads only inside their task."""
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples in each row."""
+        return weighted_average(self.options, step)
+
+
+class AveragingFactors(Averaging):
+    """The same of A and B apart, of clients of one rank."""
+
+    equal_ranks = True
+    in_factors = True
+    fixed: ClassVar = {"space": "factors", "within": "all"}
+
+
+class FedAvg(Averaging):
     """One average over all clients, weighted by examples; heads only inside their task."""
 
     name = "fedavg"
     differs = "whole models"
     is_average = True
-
-    def rule(self, step: MixingContext) -> np.ndarray:
-        """The shares of the examples in each row."""
-        return weighted_average(self.options, step)
 
 
 class FedAvgCluster(Method):

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average, group_ids
-from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average, with_updates
+from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Method
-from atlas_fl.params import ByClient, ServerState
+from atlas_fl.methods.method import Method, StepInputs
+from atlas_fl.params import ServerState
 
 LARGEST_WHOLE = 2
 """Largest cluster that is never cut."""
@@ -103,20 +103,11 @@ class Cfl(Method):
         """The shares of the examples inside the clusters of the state."""
         return average_inside_state(step, self.options)
 
-    def next_state(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-    ) -> ServerState:
+    def next_state(self, inputs: StepInputs) -> ServerState:
         """The clusters, cut by these updates."""
-        present = np.array([client in updates for client in federation.clients])
-        clusters = clusters_in(server_state.get(CLUSTERS), federation)
-        after = with_updates(client_models, updates)
-        if round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
+        present, federation = np.array(inputs.present), inputs.federation
+        clusters = clusters_in(inputs.server_state.get(CLUSTERS), federation)
+        if inputs.round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
             eps_2 = self.bipartition_norm
             eps_1 = self.bipartition_ratio * eps_2
             result = clusters.copy()
@@ -125,7 +116,7 @@ class Cfl(Method):
                 if len(inside) <= LARGEST_WHOLE or not present[inside].all():
                     continue
                 tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
-                gram = gram_of_changes(client_models, after, tasks, self.options)
+                gram = gram_of_changes(inputs.client_models, inputs.after, tasks, self.options)
                 rows = average(federation.weights, clusters, present, max_share=self.options.max_share)
                 shares = rows[inside[0], inside]
                 if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):

@@ -8,13 +8,11 @@ holds heads (rank / heads)^2 values a layer. Predictions and exports have A with
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import Aggregated, RoundStart
+from atlas_fl.methods.averages import AveragingFactors
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.models.lora import with_core
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
 
@@ -22,17 +20,12 @@ CORE_SETTINGS: Mapping[str, object] = {"space": "factors", "share": ("A", "B", "
 """Settings of methods that train blocks alone."""
 
 
-class FedAvgBetweenFactors(FedAvg):
+class FedAvgBetweenFactors(AveragingFactors):
     """The average of the blocks; the factors keep their bits."""
 
-    needs = "equal ranks"
-    in_factors = True
-    equal_ranks = True
-    is_average = False
     takes_newcomers = False
     holds_frozen = True
     across_machines = "has a factor between A and B, which no message across machines holds yet"
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
     changes_prediction = True
 
@@ -40,17 +33,14 @@ class FedAvgBetweenFactors(FedAvg):
         """Every model with its blocks multiplied into A."""
         return {name: merge_core(params) for name, params in round.client_models.items()}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average, in which A and B are the very tensors that they were."""
-        del federation
         kept = {
             name: {key: one for key, one in params.items() if is_frozen(key, params)}
-            for name, params in client_models.items()
+            for name, params in inputs.client_models.items()
         }
         models = {name: {**one, **kept[name]} if kept[name] else one for name, one in done.client_models.items()}
-        return replace(done, client_models=models) if updates else done
+        return replace(done, client_models=models) if inputs.updates else done
 
 
 def is_frozen(key: str, params: Params) -> bool:

@@ -12,15 +12,14 @@ A client alone with its model, or head, has no e_k. A and B are summed apart, an
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart
+from atlas_fl.methods.averages import AveragingFactors
+from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
 
@@ -28,15 +27,10 @@ CHANGES = "changes"
 """Where the server state has the e_k, by client and parameter."""
 
 
-class FedAvgDynamic(FedAvg):
+class FedAvgDynamic(AveragingFactors):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
 
     name = "fedavg_dynamic"
-    differs = ""
-    equal_ranks = True
-    in_factors = True
-    is_average = False
-    fixed: ClassVar = {"space": "factors", "within": "all"}
     across_machines = SECOND_TENSORS
 
     def send(self, round: RoundStart) -> TreesByClient:
@@ -45,24 +39,22 @@ class FedAvgDynamic(FedAvg):
             return {}
         return {"correction": dynamic_corrections(round.server_state, round.clients, alpha=self.options.proximal_mu)}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """x by cohort, and the changes of all clients."""
-        options = self.options
-        present = [client in updates for client in federation.clients]
-        whole = {one.name: one for one in cohorts(federation, [True] * len(present), options)}
+        options, federation, updates = self.options, inputs.federation, inputs.updates
+        held = inputs.client_models
+        whole = {one.name: one for one in cohorts(federation, [True] * len(federation.clients), options)}
         changes = {client: dict(params) for client, params in changes_of(done.server_state).items()}
         models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
-        for cohort in cohorts(federation, present, options):
+        for cohort in cohorts(federation, inputs.present, options):
             clients = [federation.clients[k] for k in cohort.members]
-            for key in cohort_keys(client_models[clients[0]], cohort, options):
+            for key in cohort_keys(held[clients[0]], cohort, options):
                 for client in (client for client in clients if client in updates):
-                    change = updates[client][key].double() - client_models[client][key].double()
+                    change = updates[client][key].double() - held[client][key].double()
                     kept = changes.setdefault(client, {})
                     kept[key] = (change + kept[key].double() if key in kept else change).float().cpu()
                 mean = _mean_change(changes, key, whole[cohort.name], federation)
-                model = (done.client_models[clients[0]][key].double() + mean).to(client_models[clients[0]][key].dtype)
+                model = (done.client_models[clients[0]][key].double() + mean).to(held[clients[0]][key].dtype)
                 for client in clients:
                     models[client][key] = model
         state: ServerState = {CHANGES: changes} if changes else done.server_state
@@ -101,5 +93,4 @@ FEDDYN = PublishedMethod(
     rule="fedavg_dynamic",
     settings=FACTORS,
     suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
 )

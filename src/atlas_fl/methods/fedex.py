@@ -17,7 +17,6 @@ class FedAvgWithResidual(WithFrozenPart):
     """FedEx-LoRA: averaged factors, and what they lack of the average of the products joins the frozen part."""
 
     name = "fedavg_with_residual"
-    differs = ""
     equal_ranks = True
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
@@ -30,5 +29,4 @@ FEDEX = PublishedMethod(
     differs="averages are weighted by examples, there equally",
     rule="fedavg_with_residual",
     settings=FACTORS,
-    equal_ranks=True,
 )

@@ -21,7 +21,6 @@ class FedAvgWithRest(WithFrozenPart):
     """The average of products cut to the rank that all have, and what it lacks joins the frozen part."""
 
     name = "fedavg_with_rest"
-    differs = ""
     equal_ranks = True
     in_factors = False
     fixed: ClassVar = {"space": "product", "within": "all"}
@@ -40,5 +39,4 @@ FEDMOMENTUM = PublishedMethod(
     rule="fedavg_with_rest",
     differs="the decomposition is exact, there randomised; all of the rest is kept",
     settings={"space": "product", "share": ("A", "B", "head")},
-    equal_ranks=True,
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -57,7 +57,6 @@ class FedAvgByRankOne(WithFrozenPart):
     """Fed-PLoRA: modules of rank one, averaged over those that trained them; the others stand frozen at a client."""
 
     name = "fedavg_by_rank_one"
-    differs = ""
 
     def init(self, client_models: ByClient) -> ServerState:
         """The modules of the largest rank, of which every client holds the first."""
@@ -71,20 +70,18 @@ class FedAvgByRankOne(WithFrozenPart):
         }
         return {WHOLE: whole, CHOSEN: chosen, DRAWS: torch.tensor(0)}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average of every module over those that trained it; clients get the modules of the next round."""
-        if not updates or not done.server_state:
+        if not inputs.updates or not done.server_state:
             return done
-        whole, count = self._averages(done.server_state, updates, federation), done.server_state[DRAWS]
+        whole, count = self._averages(done.server_state, inputs.updates, inputs.federation), done.server_state[DRAWS]
         assert isinstance(count, Tensor), "draws are counted"
         sizes, draw = ranks(whole), int(count) + 1
         chosen = {
             name: draw_modules(ranks(params), sizes, seed=self.options.seed, draw=draw, client=name)
-            for name, params in client_models.items()
+            for name, params in inputs.client_models.items()
         }
-        models = {name: {**done.client_models[name], **self._take(whole, chosen[name])} for name in client_models}
+        models = {name: {**done.client_models[name], **self._take(whole, chosen[name])} for name in chosen}
         state: ServerState = {WHOLE: whole, CHOSEN: chosen, DRAWS: torch.tensor(draw)}
         return replace(done, server_state=state, client_models=models)
 

@@ -12,18 +12,16 @@ determinant. Their clients rotate before they send; here the server does, with t
 client without others is not rotated.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation import rules
-from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
 
 
 def nearest_rotation(matrix: Tensor) -> Tensor:
@@ -49,37 +47,24 @@ def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgRotated(FedAvg):
+class FedAvgRotated(AveragingFactors):
     """The average of factors that are rotated towards those that were sent (`--rotation-strength`); heads by task."""
 
     rotation_strength: Annotated[float, Range(least=0, most=1), Tried("fedrot", values=(0.5, 0.25, 0.75, 1.0))] = 0.5
     """Strength with which `fedrot` rotates each client's factors towards those that it was sent: 0 is none, 1 all."""
 
     name = "fedavg_rotated"
-    differs = ""
-    equal_ranks = True
-    in_factors = True
-    is_average = False
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
         """The average of the rotated updates."""
-        if round > 1 and len(federation.clients) > 1:
-            by, strength = LORA_A if round % 2 == 0 else LORA_B, self.rotation_strength
+        if inputs.round > 1 and len(inputs.federation.clients) > 1:
+            by, strength = LORA_A if inputs.round % 2 == 0 else LORA_B, self.rotation_strength
             updates = {
-                client: align(params, client_models[client], by=by, strength=strength)
-                for client, params in updates.items()
+                client: align(params, inputs.client_models[client], by=by, strength=strength)
+                for client, params in inputs.updates.items()
             }
-        return super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+            inputs = replace(inputs, updates=updates)
+        return super().aggregate(inputs)
 
 
 FEDROT = PublishedMethod(
@@ -87,5 +72,4 @@ FEDROT = PublishedMethod(
     rule="fedavg_rotated",
     differs="the server rotates, there each client; a client without others is not rotated",
     settings=FACTORS,
-    equal_ranks=True,
 )

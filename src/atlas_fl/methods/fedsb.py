@@ -18,10 +18,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -44,7 +43,6 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     """Share of the learning rate that the first step of all weights is as large as, from which Fed-SB's factors are."""
 
     name = "fedavg_of_cores"
-    differs = ""
     steps_on = True
     extra_passes = "passes over the training examples: those of round one again, for gradients"
     report = "weight_gradients"
@@ -80,12 +78,10 @@ class FedAvgOfCores(FedAvgBetweenFactors):
             "gradient": {name: torch.stack([one[name].double() for one in found]).sum(0).float() for name in found[0]}
         }
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average; once there is a gradient, everyone gets the factors that follow from it."""
-        done = super().complete(done, client_models, updates, federation)
-        first, models = next(iter(client_models.values())), done.client_models
+        done = super().complete(done, inputs)
+        first, models = next(iter(inputs.client_models.values())), done.client_models
         if any(bool(one.any()) for key, one in first.items() if key.endswith(LORA_CORE)):
             return done
         for module, gradient in tensors(subtree(done.server_state, "gradient")).items():
@@ -135,5 +131,4 @@ FEDSB = PublishedMethod(
     differs="the gradient is measured in round one over all its batches, in which only heads train",
     rule="fedavg_of_cores",
     settings=CORE_SETTINGS,
-    equal_ranks=True,
 )

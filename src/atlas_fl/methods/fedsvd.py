@@ -10,16 +10,14 @@ others has no server step. The private gradients (DP-SGD) that the method is mad
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import RELATIVE_RANK, row_signs
-from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, ByClient, lora_modules
+from atlas_fl.methods.averages import AveragingFactors
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.params import LORA_A, LORA_B, lora_modules
 
 
 def orthonormal_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,25 +34,17 @@ def orthonormal_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (signs[:, None] * rows).to(a.dtype), (left * (sizes * signs)).to(b.dtype).contiguous()
 
 
-class FedAvgOrthonormal(FedAvg):
+class FedAvgOrthonormal(AveragingFactors):
     """The average of factors, taken apart anew so that the rows of A are orthonormal; heads only inside their task."""
 
     name = "fedavg_orthonormal"
-    differs = ""
-    equal_ranks = True
-    in_factors = True
-    is_average = False
     moves_untrained = True
-    fixed: ClassVar = {"space": "factors", "within": "all"}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The factors that all have in common, taken apart anew."""
-        del client_models
-        if not updates or len(federation.clients) < 2:
+        if not inputs.updates or len(inputs.federation.clients) < 2:
             return done
-        common = done.client_models[federation.clients[0]]
+        common = done.client_models[inputs.federation.clients[0]]
         new: dict[str, Tensor] = {}
         for module in lora_modules(common):
             new[module + LORA_A], new[module + LORA_B] = orthonormal_rows(
@@ -69,5 +59,4 @@ FEDSVD = PublishedMethod(
     differs="private gradients are left out; below full rank factors stay; four times the rate of others, as of ffa",
     settings={**FACTORS, "trained_parts": "B"},
     suggested={"rate_factor": 4.0},
-    equal_ranks=True,
 )

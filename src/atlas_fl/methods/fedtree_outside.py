@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation import rules
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
     LORA_GATE,
-    ByClient,
     Params,
     ServerState,
     TreesByClient,
@@ -69,16 +67,20 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
             gate[name] = {key: known.get(name, {}).get(key, torch.tensor(self.tree_weight)) for key in names}
         return {"gate": gate}
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step of the clusters, and the averages of everybody outside."""
-        if CUTS not in done.server_state or not updates:
+        if CUTS not in done.server_state or not inputs.updates:
             return done
-        after, present = rules.with_updates(client_models, updates), [name in updates for name in federation.clients]
-        models = rules.RoundModels(before=client_models, after=after, server_state=done.server_state)
+        after, federation = inputs.after, inputs.federation
+        models = rules.RoundModels(before=inputs.client_models, after=after, server_state=done.server_state)
         matrices = rules.mixing_matrices(
-            self._others, federation, present, eta=0.0, layer_weighting="none", granularity="layer", models=models
+            self._others,
+            federation,
+            inputs.present,
+            eta=0.0,
+            layer_weighting="none",
+            granularity="layer",
+            models=models,
         )
         mixed = rules.mix_by_space(after, matrices, federation, self.options, None).by_client
         outside = {
@@ -103,5 +105,4 @@ FEDTREELORA_OUTSIDE = PublishedMethod(
     differs="the outside adapters go down in every round; updates build the tree",
     rule="fedavg_in_tree_and_outside",
     settings=FACTORS,
-    equal_ranks=True,
 )

@@ -26,7 +26,7 @@ from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Method
+from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.params import HEAD, ByClient, ServerState, shared_params
 
 CUTS = "cuts"
@@ -95,21 +95,11 @@ class FedTreeLora(Method):
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
         return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
 
-    def next_state(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-    ) -> ServerState:
+    def next_state(self, inputs: StepInputs) -> ServerState:
         """The tree, made in the first round in which everyone took part."""
-        del round
-        if CUTS not in server_state and all(client in updates for client in federation.clients):
-            distances = layer_distances(
-                client_models, rules.with_updates(client_models, updates), federation, self.options
-            )
+        server_state, federation = inputs.server_state, inputs.federation
+        if CUTS not in server_state and all(inputs.present):
+            distances = layer_distances(inputs.client_models, inputs.after, federation, self.options)
             cuts = nested_cuts(list(distances.values()), step=self.tree_step, threshold=self.tree_threshold)
             by_layer = {
                 str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)

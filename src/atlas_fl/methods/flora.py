@@ -11,28 +11,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.params import LORA_A, LORA_B, Params
 
 
 class FedAvgStacked(WithFrozenPart):
     """FLoRA: the sum of all products joins the frozen part, and adapters begin again; heads only inside their task."""
 
     name = "fedavg_stacked"
-    differs = ""
     begins_again = True
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The products join the frozen part, and everyone has the adapter that it was sent, with B = 0."""
-        completed = super().complete(done, client_models, updates, federation)
+        completed = super().complete(done, inputs)
         if completed is done:
             return done
         models = {
-            client: {**params, **_begin_again(client_models[client])}
+            client: {**params, **_begin_again(inputs.client_models[client])}
             for client, params in completed.client_models.items()
         }
         return replace(completed, client_models=models)

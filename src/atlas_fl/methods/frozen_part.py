@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter, stack_products, to_adapter
-from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart
+from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs
 from atlas_fl.methods.second_model import SecondModel, stack
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
 from atlas_fl.params import (
@@ -59,11 +58,10 @@ class FrozenCompanion(SecondModel):
                 weight.clamp_(0.0, 1.0)
 
 
-class WithFrozenPart(FedAvg):
+class WithFrozenPart(Averaging):
     """FedAvg of factors or a fresh start, and a frozen part that makes the average of the products exact."""
 
     in_factors = True
-    is_average = False
     takes_newcomers = False
     across_machines = SECOND_TENSORS
     holds_frozen = True
@@ -89,28 +87,27 @@ class WithFrozenPart(FedAvg):
             for name, params in round.client_models.items()
         }
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average of the factors, and the frozen part with what this round adds."""
-        del client_models
-        present = [client in updates for client in federation.clients]
-        everyone = next((one for one in cohorts(federation, present, self.options) if not one.is_head), None)
+        everyone = next(
+            (one for one in cohorts(inputs.federation, inputs.present, self.options) if not one.is_head), None
+        )
         if everyone is None:
             return done
         scale = self.options.scale
         newest: dict[str, Tensor] = {}
         whole: dict[str, Tensor] = {}
-        for module in lora_modules(next(iter(updates.values()))):
-            new = self._of_module(module, updates, everyone, federation)
+        for module in lora_modules(next(iter(inputs.updates.values()))):
+            new = self._of_module(module, inputs, everyone)
             newest |= to_adapter(module, new, scale)
             held = from_adapter(module, self.frozen_part(done.server_state), scale, like=new)
             whole |= to_adapter(module, add_factors(held, new), scale)
         return replace(done, server_state={RESIDUAL: whole, NEWEST: newest})
 
-    def _of_module(self, module: str, updates: ByClient, cohort: Cohort, federation: Federation) -> Factors:
-        """Addition of these updates to one module; clients that carry no adapter there add nothing."""
-        weights = {federation.clients[k]: weight for k, weight in cohort.weights.items()}
+    def _of_module(self, module: str, inputs: StepInputs, cohort: Cohort) -> Factors:
+        """Addition of the updates to one module; clients that carry no adapter there add nothing."""
+        updates = inputs.updates
+        weights = {inputs.federation.clients[k]: weight for k, weight in cohort.weights.items()}
         clients = [client for client in weights if len(updates[client][module + LORA_A])]
         if not clients:
             client = next(iter(weights))

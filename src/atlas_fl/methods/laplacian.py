@@ -25,19 +25,19 @@ class AtlasLaplacian(Method):
     clustered = True
     has_eta = True
     uses = (
-        *("eta", "eta_decay", "laplacian", "layer_weighting"),
+        *("eta", "eta_decay", "layer_weighting"),
         *("alpha", "graph", "symmetrize", "neighbours", "singleton_neighbours", "graph_ema", "block_diagonal"),
     )
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """I - eta L."""
         graph = drop_edges(step.federation.adjacency, step.groups)
-        return np.asarray(laplacian_step(graph, kind=self.options.laplacian, eta=step.eta, present=step.present))
+        return np.asarray(laplacian_step(graph, eta=step.eta, present=step.present))
 
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The mean of a newcomer's neighbours by the weights of its edges, `w_k = sum_l a_kl w_l / sum_l a_kl`.
 
-        It is the whole step of the random walk, of a client that has no model yet.
+        It is the whole step of a client that has no model yet.
         """
         edges = drop_edges(step.federation.adjacency, step.groups) * step.present[None, :]
         degree = edges.sum(axis=1, keepdims=True)

@@ -4,18 +4,20 @@ Five clients with ranks of their own where a method takes them, of which some ta
 A fault is a sentence for the author of the method.
 """
 
+import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers, RoundModels, StrategyOptions
 from atlas_fl.errors import AtlasError
-from atlas_fl.methods.method import Aggregated, Method, RoundStart
+from atlas_fl.methods.method import Aggregated, Method, RoundStart, StepInputs
 from atlas_fl.params import HEAD, ByClient, Params, ServerState
 
 CLIENTS = ("a", "b", "c", "d", "e")
@@ -83,8 +85,16 @@ class Trial:
             validation=dict.fromkeys(updates, 0.5),
             reports={self.method.report: reports} if reports else {},
         )
-        federation = federation or self.federation
-        return self.method.aggregate(state, before, updates, federation, round=2, answers=answers)
+        return self.method.aggregate(
+            StepInputs(
+                server_state=state,
+                client_models=before,
+                updates=updates,
+                federation=federation or self.federation,
+                round=2,
+                answers=answers,
+            )
+        )
 
     def _reports(self, updates: ByClient) -> dict[str, Params]:
         if self.method.report == "none":
@@ -128,19 +138,15 @@ def _some(trial: Trial) -> dict[str, Params]:
     return {name: trial.updates[name] for name in ("a", "b", "c")}
 
 
-def _dense(params: Params) -> Iterator[tuple[str, torch.Tensor]]:
-    """Dense parts of a model: B A of every module, and the head."""
-    for key, tensor in params.items():
-        if key.endswith(".lora_A"):
-            module = key.removesuffix(".lora_A")
-            yield module, params[module + ".lora_B"].double() @ tensor.double()
-        elif not key.endswith(".lora_B"):
-            yield key, tensor.double()
-
-
 def _distance(one: Params, other: Params) -> float:
-    pairs = zip(_dense(one), _dense(other), strict=True)
-    return max(float((left - right).abs().max()) for (_, left), (_, right) in pairs)
+    """The distance of two models, of whatever ranks, in product space."""
+    models, every = {"one": one, "other": other}, ("A", "B", "head")
+    return math.sqrt(
+        sum(
+            float(squared_distances(models, list(models), head=head, share=every, scale=lambda _: 1.0)[0, 1])
+            for head in (False, True)
+        )
+    )
 
 
 def _same_tensors(one: ByClient, other: ByClient) -> bool:

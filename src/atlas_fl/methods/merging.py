@@ -23,10 +23,9 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.method import StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
-from atlas_fl.params import ByClient
 from atlas_fl.rng import torch_generator
 
 Changes: TypeAlias = Iterable[tuple[str, float, Tensor]]
@@ -52,16 +51,15 @@ class Merging(ByCohort):
         del round, name
         return sum((share * change for _, share, change in changes), torch.zeros(()))
 
-    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+    def next_values(self, inputs: StepInputs) -> NextValue:
         """x of every value."""
-        del updates
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
             changes = (
-                (federation.clients[k], share, values.trained({k: 1.0}) - values.sent({k: 1.0}))
+                (inputs.federation.clients[k], share, values.trained({k: 1.0}) - values.sent({k: 1.0}))
                 for k, share in cohort.weights.items()
             )
-            return values.sent(cohort.weights) + self.merge_scale * self.merge(changes, round=round, name=name)
+            return values.sent(cohort.weights) + self.merge_scale * self.merge(changes, round=inputs.round, name=name)
 
         return next_value
 

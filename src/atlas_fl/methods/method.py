@@ -172,6 +172,31 @@ class Part:
         return {}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepInputs:
+    """Inputs of one server step."""
+
+    server_state: ServerState
+    client_models: ByClient
+    """The models of the last aggregation, of every client."""
+    updates: ByClient
+    """The models of those who took part, as they have trained them."""
+    federation: Federation
+    round: int
+    """Its number, from 1."""
+    answers: rules.Answers = field(default_factory=rules.Answers)
+
+    @property
+    def after(self) -> dict[str, Params]:
+        """The model of every client after local training: its update, or its old one where it took no part."""
+        return {client: self.updates.get(client, params) for client, params in self.client_models.items()}
+
+    @property
+    def present(self) -> list[bool]:
+        """True for each client of the federation that took part, in their order."""
+        return [client in self.updates for client in self.federation.clients]
+
+
 @dataclass(frozen=True)
 class Aggregated:
     """The result of one server step."""
@@ -328,27 +353,13 @@ class Method(Part):
             models=models,
         )
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
-        """One server step: a pure function of state, models, the updates of who took part, and the federation.
-
-        `client_models` are those of the last aggregation, of every client.
-        """
-        server_state = self.next_state(server_state, client_models, updates, federation, round=round)
-        after = rules.with_updates(client_models, updates)
-        present = [client in updates for client in federation.clients]
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
+        """One server step: a pure function of its inputs."""
+        server_state, after, federation = self.next_state(inputs), inputs.after, inputs.federation
         models = rules.RoundModels(
-            before=client_models, after=after, server_state=server_state, answers=answers or rules.Answers()
+            before=inputs.client_models, after=after, server_state=server_state, answers=inputs.answers
         )
-        matrices = self.matrices(federation, present, round=round, models=models)
+        matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
         mixed = rules.mix_by_space(after, matrices, federation, self.options, self.reduce)
         done = Aggregated(
             server_state=server_state,
@@ -356,26 +367,15 @@ class Method(Part):
             discarded=mixed.discarded,
             rows=self._applied_rows(matrices, after),
         )
-        return self.complete(done, client_models, updates, federation)
+        return self.complete(done, inputs)
 
-    def next_state(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-    ) -> ServerState:
+    def next_state(self, inputs: StepInputs) -> ServerState:
         """The server state by which this round is mixed, where updates change it before."""
-        del client_models, updates, federation, round
-        return server_state
+        return inputs.server_state
 
-    def complete(
-        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step after the mixing, where there is more to it."""
-        del client_models, updates, federation
+        del inputs
         return done
 
     def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:
@@ -392,7 +392,10 @@ class Method(Part):
         present = [client not in fresh for client in federation.clients]
         everyone = {**client_models, **fresh}
         models = rules.RoundModels(before=everyone, after=everyone, server_state=server_state)
-        rule: rules.Rule = rules.for_newcomers(self.arrival)
+
+        def rule(step: rules.MixingContext) -> np.ndarray:
+            return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
+
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
         by_client = rules.mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
         return {client: by_client[client] for client in fresh}
@@ -483,7 +486,7 @@ class PublishedMethod:
     suggested: Mapping[str, Any] = field(default_factory=dict)
     """Values of its own knobs, in the place of the defaults that switch it off."""
     equal_ranks: bool = False
-    """Every client must have the same rank in every layer."""
+    """Every client must have the same rank in every layer, beyond what the rule says."""
     differs: str = ""
     """What differs from its paper, as of a `Method`."""
 

@@ -11,7 +11,6 @@ The cosines come from the Gram matrix of the changes, in product space of s B A:
 (`--gram-by`). Heads of different tasks have nothing in common.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -88,25 +87,19 @@ class PFedGraph(FromStart):
         groups = rules.groups_within(step, self.options.within)
         if step.models is None:
             return matrix
-        for inside in rules.present_by_group(groups, step.present):
-            if len(inside) > 1:
-                similarities = self._similarities(step, step.models, inside)
-                pull = matrix[inside[0], inside] + similarities / (2 * self.gram_alpha)
-                matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
-        return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
-
-    def _similarities(
-        self, step: rules.MixingContext, models: rules.RoundModels, clients: Sequence[int]
-    ) -> Float64[np.ndarray, "n n"]:
-        """The cosines between the changes of these clients, by index."""
 
         def is_in_group(key: str) -> bool:
             return self.group_of(key, step.federation) == step.parameters
 
-        initial = initial_models_of(models.server_state)
+        initial, after = initial_models_of(step.models.server_state), step.models.after
         selects = None if self.gram_by == "all" else is_in_group  # else heads and the rest are compared apart
-        tasks = {step.federation.clients[k]: step.federation.head_groups[k] for k in clients}
-        return cosines(gram_of_changes(initial, models.after, tasks, self.options, selects=selects))
+        for inside in rules.present_by_group(groups, step.present):
+            if len(inside) > 1:
+                tasks = {step.federation.clients[k]: step.federation.head_groups[k] for k in inside}
+                similarities = cosines(gram_of_changes(initial, after, tasks, self.options, selects=selects))
+                pull = matrix[inside[0], inside] + similarities / (2 * self.gram_alpha)
+                matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
+        return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples."""

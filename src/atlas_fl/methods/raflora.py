@@ -16,26 +16,23 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import stack_factors
-from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.methods.method import PublishedMethod
+from atlas_fl.methods.method import PublishedMethod, StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
-from atlas_fl.params import LORA_A, LORA_B, ByClient
+from atlas_fl.params import LORA_A, LORA_B
 
 
 class FedAvgByRank(ByCohort):
     """The weighted average, of each rank's part of the products over the clients that have it; heads by task."""
 
     name = "fedavg_by_rank"
-    differs = ""
     needs = ""
     fixed: ClassVar = {"space": "product"}
 
-    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+    def next_values(self, inputs: StepInputs) -> NextValue:
         """W of every module, and the average of all else."""
-        del round
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
-            models = [updates[federation.clients[k]] for k in cohort.weights]
+            models = [inputs.updates[inputs.federation.clients[k]] for k in cohort.weights]
             if name + LORA_A not in models[0]:
                 return values.trained(cohort.weights)
             a, b = ([params[name + end] for params in models] for end in (LORA_A, LORA_B))

@@ -9,18 +9,17 @@ up apart, h values more; clients that train some of the heads alone, by their me
 beyond a side of a layer, its factors are orthonormal the other way. Heads of tasks are averaged inside their task.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, ServerState, lora_modules
+from atlas_fl.methods.method import Aggregated, PublishedMethod, StepInputs
+from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
 from atlas_fl.rng import torch_generator
 
 
@@ -32,7 +31,6 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
     """Heads of `ravan`, between which the rank is divided; a divisor of it."""
 
     name = "fedavg_of_heads"
-    differs = ""
 
     def begin(self, client_models: ByClient) -> ByClient:
         """Orthonormal factors, the same for everyone, with H_i = 0 and s_i = 1."""
@@ -54,12 +52,10 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
             first[module + LORA_SCALE] = torch.ones(heads)
         return first
 
-    def aggregate(
-        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, **rest: Any
-    ) -> Aggregated:
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
         """Average the products s_i H_i."""
-        scaled = {name: with_scaled_heads(params) for name, params in updates.items()}
-        return super().aggregate(server_state, client_models, scaled, federation, **rest)
+        scaled = {name: with_scaled_heads(params) for name, params in inputs.updates.items()}
+        return super().aggregate(replace(inputs, updates=scaled))
 
 
 def with_scaled_heads(params: Params) -> dict[str, Tensor]:
@@ -76,5 +72,4 @@ RAVAN = PublishedMethod(
     differs="all clients train all heads",
     rule="fedavg_of_heads",
     settings=CORE_SETTINGS,
-    equal_ranks=True,
 )

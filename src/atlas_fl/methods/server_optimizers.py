@@ -28,7 +28,7 @@ from atlas_fl.aggregation import lora_product, rules
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, Method
+from atlas_fl.methods.method import Aggregated, Method, StepInputs
 from atlas_fl.params import (
     HEAD,
     LORA_A,
@@ -252,35 +252,22 @@ class ByCohort(Method):
         groups = rules.groups_within(step, self.options.within)
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
 
-    def next_values(self, updates: ByClient, federation: Federation, *, round: int) -> NextValue:
+    def next_values(self, inputs: StepInputs) -> NextValue:
         """The step of a value in this round; by default to the average of what was trained."""
-        del updates, federation, round
+        del inputs
         return lambda cohort, _name, values: values.trained(cohort.weights)
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
         """One step of every cohort of which somebody took part."""
-        del server_state, answers
-        next_value = self.next_values(updates, federation, round=round)
-        return self.step(next_value, client_models, updates, federation)
+        return self.step(self.next_values(inputs), inputs)
 
-    def step(
-        self, next_value: NextValue, client_models: ByClient, updates: ByClient, federation: Federation
-    ) -> Aggregated:
+    def step(self, next_value: NextValue, inputs: StepInputs) -> Aggregated:
         """The models after one step of every cohort of which somebody took part."""
-        after = rules.with_updates(client_models, updates)
-        before = {client: client_models[client] for client in federation.clients}
-        after = {client: after[client] for client in federation.clients}
+        clients, everyone = inputs.federation.clients, inputs.after
+        before = {client: inputs.client_models[client] for client in clients}
+        after = {client: everyone[client] for client in clients}
         step = CohortStep(next_value, self.options, before, after)
-        for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
+        for cohort in cohorts(inputs.federation, inputs.present, self.options):
             step.run(cohort)
         models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
         discarded = lora_product.energy_share(step.thrown, step.total)
@@ -308,18 +295,8 @@ class ServerStep(ByCohort):
     differs = "whole models"
     optimizer: ClassVar[ServerOptimizer]
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: rules.Answers | None = None,
-    ) -> Aggregated:
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
         """One step of every cohort of which somebody took part."""
-        del round, answers  # moments without a correction of their bias depend on no count of rounds
         usual = self.optimizer
         rule = replace(
             usual,
@@ -328,8 +305,8 @@ class ServerStep(ByCohort):
             beta2=self.server_beta2,
             tau=self.server_tau,
         )
-        moments = _Moments(rule, server_state)
-        done = self.step(moments.next_value, client_models, updates, federation)
+        moments = _Moments(rule, inputs.server_state)
+        done = self.step(moments.next_value, inputs)
         return replace(done, server_state=moments.state)
 
 

@@ -83,7 +83,10 @@ def load_backbone(
     register_packed_attention()
     source, family = find_family(name, writes=writes)
     if family.images:
-        raise ModelError(_unknown_architecture(name, family.model_type))
+        raise ModelError(
+            f"model {name!r} has the architecture {family.model_type!r}; known: {', '.join(sorted(FAMILIES))};"
+            " choose one of these or add a Family in models/registry.py"
+        )
     if family.stock:
         return _load_stock_backbone(name, source, family, device=device, writes=writes, weights=weights)
     if writes and not family.causal:
@@ -414,13 +417,6 @@ def as_model_error(name: str, source: str, *, images: bool = False) -> Iterator[
             f" holds config.json, model.safetensors and {reader}, fill the hub's cache on a machine with a network and"
             f" copy it, or use the embedded one: `atlas fetch {embedded}"
         ) from error
-
-
-def _unknown_architecture(name: str, model_type: str) -> str:
-    return (
-        f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-        " choose one of these or add a Family in models/registry.py"
-    )
 
 
 def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:

@@ -217,30 +217,6 @@ class _BatchedLinear(torch.autograd.Function):
         return grad_x, None, None, None, None, *kept
 
 
-def batched_linear(
-    x: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    segments: Sequence[Segment],
-    scales: Sequence[float],
-    factors: Sequence[Tensor],
-    dropout_masks: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """`packed_linear` of clients without gates by one batched product; the factors may be of another dtype than x."""
-    masks = dropout_masks or [None]
-    row_mask = None
-    if any(mask is not None for mask in masks):
-        filled = [
-            x.new_ones(segment.stop - segment.start, x.shape[1]) if mask is None else mask
-            for segment, mask in zip(segments, masks, strict=True)
-        ]
-        row_mask = torch.cat(filled)
-    batch = _client_batch(tuple(segments), tuple(scales), x.dtype, x.device)
-    out: Tensor = _BatchedLinear.apply(x, row_mask, weight, bias, batch, *factors)  # type: ignore[no-untyped-call]
-    return out
-
-
 def packed_linear(
     x: Tensor,
     *,
@@ -251,18 +227,29 @@ def packed_linear(
     factors: Sequence[Tensor],
     dropout_masks: Sequence[Tensor | None] | None = None,
     gates: Sequence[Tensor | None] | None = None,
+    batched: bool = False,
 ) -> Tensor:
     """The adapted layer's output, (tokens, d_out).
 
     `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
     clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
     `gates` (2, d_in + 1) weigh the first half of a client's rank against the second; None for a client without one.
+    With `batched`, where there is no gate, all clients are one product.
     """
     none = [None] * len(segments)
-    tensors = [tensor for client in zip(factors[::2], factors[1::2], gates or none, strict=True) for tensor in client]
-    out: Tensor = _PackedLinear.apply(  # type: ignore[no-untyped-call]
-        x, dropout_masks or none, weight, bias, segments, scales, *tensors
-    )
+    masks = dropout_masks or none
+    out: Tensor
+    if batched:
+        mask = None
+        if any(mask is not None for mask in masks):
+            ones = [x.new_ones(segment.stop - segment.start, x.shape[1]) for segment in segments]
+            mask = torch.cat([one if mask is None else mask for one, mask in zip(ones, masks, strict=True)])
+        batch = _client_batch(tuple(segments), tuple(scales), x.dtype, x.device)
+        out = _BatchedLinear.apply(x, mask, weight, bias, batch, *factors)  # type: ignore[no-untyped-call]
+        return out
+    cast = [factor.to(x.dtype) for factor in factors]
+    tensors = [tensor for client in zip(cast[::2], cast[1::2], gates or none, strict=True) for tensor in client]
+    out = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -314,17 +301,17 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         if adapters.dropout_mask is not None:
             shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]
             masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
-        shared: dict[str, Any] = {
-            "weight": weight.to(dtype),
-            "bias": None if bias is None else bias.to(dtype),
-            "segments": segments,
-            "scales": scales,
-            "dropout_masks": [None if mask is None else mask.to(dtype) for mask in masks],
-        }
-        if x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates):
-            out = batched_linear(rows.to(dtype), factors=factors, **shared)
-        else:
-            out = packed_linear(rows.to(dtype), factors=[factor.to(dtype) for factor in factors], gates=gates, **shared)
+        out = packed_linear(
+            rows.to(dtype),
+            weight=weight.to(dtype),
+            bias=None if bias is None else bias.to(dtype),
+            segments=segments,
+            scales=scales,
+            factors=factors,
+            dropout_masks=[None if mask is None else mask.to(dtype) for mask in masks],
+            gates=gates,
+            batched=x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates),
+        )
         return out.view(*x.shape[:-1], -1)
 
     return forward

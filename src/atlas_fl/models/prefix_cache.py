@@ -1,4 +1,4 @@
-"""Frozen prefix: what enters the first adapted block, computed once for each example, kept in memory and on the disk.
+"""Frozen prefix: what enters the first adapted block, computed once for each example and kept in memory.
 
 Where the lowest blocks carry no adapters, their output depends on the example alone, and rounds, epochs and evaluations
 repeat it. Nothing in it is random: the frozen model is in evaluation mode, and dropout is that of adapters and head.
@@ -11,35 +11,22 @@ One example at a time would be exact too and takes two to four times as long, be
 
 Examples that stand in no split, such as augmented images, are a chunk by themselves and are never kept.
 
-Splits are told apart by their content. What is computed on a CPU is also kept on the disk (`storage.state_files`), by
-the content of its chunk and by all else that decides its bits: workers, processes side by side and later runs read what
-one of them has computed.
+Splits are told apart by their content.
 """
 
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from hashlib import sha256
-from importlib.metadata import version
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import atlas_fl
-from atlas_fl.models.tokenization import EncodedExamples, arrays_digest
-from atlas_fl.storage.state_files import StateFiles
+from atlas_fl.models.tokenization import EncodedExamples
 
 CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS = 64, 1024
 """Tokens of a chunk. With more of them the products are hardly faster, and whoever needs one example that is not kept
 computes more of its neighbours."""
-
-_LIBRARIES = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "KMP_")
-"""Beginnings of the variables that tell a library of matrix products which instructions to take."""
 
 Compute: TypeAlias = Callable[[EncodedExamples], Tensor]
 """(examples) -> their states (tokens, width), in their order, without a gradient."""
@@ -88,10 +75,6 @@ class PrefixCache:
     """Most bytes of states that are kept in memory."""
     chunk_tokens: int = CPU_CHUNK_TOKENS
     """Tokens of a chunk, which decide the last bits."""
-    files: StateFiles | None = None
-    """Files of states on the disk; None where none are kept."""
-    key: str = ""
-    """All that decides the bits of a state besides its chunk."""
     used_bytes: int = 0
     """Bytes of the states that are kept."""
     _splits: dict[str, Chunks] = field(default_factory=dict)
@@ -117,36 +100,8 @@ class PrefixCache:
         if number in chunks.kept:
             return chunks.kept[number]
         examples = split.take(chunks.members[number])
-        states = compute(examples) if self.files is None else self._read_or_compute(examples, self.files, compute)
+        states = compute(examples)
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes
         return states
-
-    def _read_or_compute(self, examples: EncodedExamples, files: StateFiles, compute: Compute) -> Tensor:
-        """The states of a whole chunk, from the disk where they are kept there."""
-        # no labels, so that tasks on the same texts share their states
-        seen = arrays_digest(examples.ids, examples.types, examples.lengths, examples.pixels)
-        key = sha256(f"{self.key} {seen}".encode()).hexdigest()
-        # in inference mode, as evaluations have it, what is read could not be kept for training
-        with torch.inference_mode(False):
-            states = files.read(key)
-        if states is None:
-            states = compute(examples)
-            files.write(key, states)
-        return states
-
-
-@cache
-def machine_key() -> str:
-    """Key of what decides last bits besides model, input and threads: this code, the libraries, the processor."""
-    code = sha256()
-    for path in sorted(Path(atlas_fl.__file__).parent.rglob("*.py")):
-        code.update(path.read_bytes())
-    cpu_info = Path("/proc/cpuinfo")
-    text = cpu_info.read_text(encoding="utf-8", errors="replace") if cpu_info.is_file() else platform.processor()
-    lines = text.splitlines()
-    names = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))} or lines[:1]
-    processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names))
-    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARIES))
-    return repr((code.hexdigest(), torch.__version__, version("transformers"), processor, settings))

@@ -6,7 +6,7 @@ for the model's own tensors of these names (`PARTS`). A model that writes keeps 
 the logits of the tokens to be written.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from inspect import signature
 from typing import Any
 
@@ -62,8 +62,9 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
     images = auto is AutoModelForImageClassification
     last, parts = ("", dict[str, tuple[int, ...]]()) if writes else head_of(name, model)
     inside = "" if model.base_model is model else f"{model.base_model_prefix}."
-    first, *others = _block_lists(name, model)
-    if not any(isinstance(module, nn.Linear | Conv1D) for module in _modules_of(model, (first, *others))):
+    first, *others = block_lists(name, model)
+    inner = (module for path in (first, *others) for module in model.get_submodule(path).modules())
+    if not any(isinstance(module, nn.Linear | Conv1D) for module in inner):
         raise ModelError(
             f"model {name!r} ({config.model_type}) has no linear layer in its blocks, and adapters stand on no other;"
             " choose another model, or --tune whole where it sees images"
@@ -107,11 +108,7 @@ def head_of(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int
     return last, {key: shapes[key] for key in shapes if not key.startswith((inside, f"{last}."))}
 
 
-def _modules_of(model: nn.Module, paths: Sequence[str]) -> Iterator[nn.Module]:
-    return (module for path in paths for module in model.get_submodule(path).modules())
-
-
-def _block_lists(name: str, model: nn.Module) -> list[str]:
+def block_lists(name: str, model: nn.Module) -> list[str]:
     """Paths of the outermost lists of modules that hold layers, in the model's order."""
     paths: list[str] = []
     for path, module in model.named_modules():
@@ -183,23 +180,6 @@ def padding_id(backbone: Backbone) -> int:
     """The id that the model itself takes for padding, or its tokenizer's."""
     own = backbone.model.config.get_text_config().pad_token_id
     return int(backbone.tokenizer.pad_token_id if own is None else own)
-
-
-def mean_states(backbone: Backbone, ids: Tensor, types: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Mean last hidden states (texts, hidden) of one client's texts."""
-    found: list[Tensor] = []
-    block = backbone.blocks[-1]
-
-    def keep(_: nn.Module, __: object, output: Any) -> None:
-        found.append(output if isinstance(output, Tensor) else output[0])
-
-    handle = block.register_forward_hook(keep)
-    try:
-        stock_outputs(backbone, ids, types, lengths)
-    finally:
-        handle.remove()
-    mask = _padded(torch.ones_like(ids), lengths, 0)[..., None]
-    return (found[-1] * mask).sum(1) / mask.sum(1)
 
 
 def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int) -> list[list[int]]:

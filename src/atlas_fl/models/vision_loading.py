@@ -29,7 +29,7 @@ from atlas_fl.models.loading import (
     save_stock,
 )
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
-from atlas_fl.models.stock import head_of, stock_family
+from atlas_fl.models.stock import block_lists, head_of, stock_family
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
 
@@ -72,7 +72,7 @@ def load_vision(
         hidden=_feature_width(name, model, size),
         image_size=size,
         **normalisation,
-        blocks=_find_blocks(name, model.base_model),
+        blocks=block_lists(name, model.base_model)[0],
     )
 
 
@@ -122,14 +122,6 @@ def _feature_width(name: str, model: PreTrainedModel, size: int) -> int:
     if features.dim() != 2 or not features.shape[1]:
         raise ModelError(f"model {name!r} has no features in front of its classifier; choose a ViT, DeiT or DINOv2")
     return features.shape[1]
-
-
-def _find_blocks(name: str, backbone: nn.Module) -> str:
-    """Path of the outermost list of blocks."""
-    paths = [path for path, module in backbone.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if paths:
-        return str(paths[0])
-    raise ModelError(f"model {name!r} has no list of blocks; choose a ViT, DeiT or DINOv2")
 
 
 def _processor_size(name: str, processor: Any) -> int:

@@ -33,7 +33,7 @@ from atlas_fl.planning import round_costs
 from atlas_fl.planning.masks import check_heads, check_training_memory
 from atlas_fl.planning.plan import ClientPlan, Plan
 from atlas_fl.ranks.allocation import RankAssignment, assign_ranks, complexity_factors
-from atlas_fl.ranks.cost_model import RoundPrediction, adapter_bytes, cut_utilities, fraction_budget
+from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities, fraction_budget
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
@@ -119,7 +119,6 @@ def fit_client(
             allowance_bytes=config.ranks.adapter_bytes,
             memory_budget=memory_budget,
             factor=factor,
-            cap=config.ranks.rank_cap,
         )
         prediction = round_costs.predict_client_round(assembly, client, device, assignment.ranks, cut=cut)
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
@@ -211,13 +210,6 @@ def fit_clients(
         for client, device, layers, factor in zip(assembly.clients, assembly.devices, importance, factors, strict=True)
     ]
     notes = list(dict.fromkeys(note for fit in fits for note in fit.assignment.notes))
-    sent = sum(adapter_bytes(assembly.shape, fit.assignment.ranks) for fit in fits)
-    uncapped = sum(fit.assignment.uncapped_bytes for fit in fits)
-    if sent < uncapped:
-        notes.append(
-            f"--rank-cap {config.ranks.rank_cap}: {sent / 1e6:,.1f} MB of adapters up in a round of all clients,"
-            f" {1 - sent / uncapped:.0%} less than the {uncapped / 1e6:,.1f} MB of --ranks budget"
-        )
     cut_clients = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit.cut is not None]
     if cut_clients:
         notes.append(f"{len(cut_clients)} of {len(fits)} models are cut, and so they are while they are planned")

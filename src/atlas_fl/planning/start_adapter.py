@@ -71,7 +71,9 @@ def start_model(
     start: StartAdapter, assembly: Assembly, task: Task, fresh: Params, client_ranks: Sequence[int]
 ) -> Params:
     """The model of a client with this task before round one, at its ranks per layer: fresh where nothing else fits."""
-    begun = {**_at_ranks(start, assembly, client_ranks), **(_head_for(start, task, assembly) or {})}
+    factors = {key: tensor for key, tensor in start.params.items() if not key.startswith(HEAD)}
+    by_module = {module: client_ranks[assembly.layer_of[module]] for module in lora_modules(factors)}
+    begun = {**resize_ranks(factors, by_module, assembly.site.scale), **(_head_for(start, task, assembly) or {})}
     return {key: begun.get(key, tensor) for key, tensor in fresh.items()}
 
 
@@ -98,13 +100,6 @@ def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
             f" approximation; --ranks {highest} keeps all of it"
         )
     return (*lines, *_head_notes(start, assembly))
-
-
-def _at_ranks(start: StartAdapter, assembly: Assembly, client_ranks: Sequence[int]) -> Params:
-    """The factors of the adapter, without its head, at a client's ranks per layer."""
-    factors = {key: tensor for key, tensor in start.params.items() if not key.startswith(HEAD)}
-    by_module = {module: client_ranks[assembly.layer_of[module]] for module in lora_modules(factors)}
-    return resize_ranks(factors, by_module, assembly.site.scale)
 
 
 def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | None:

@@ -12,9 +12,8 @@ import numpy as np
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
-from atlas_fl.clustering.cluster import cluster_clients, merge_clusters, oracle_clustering
+from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import (
@@ -76,9 +75,18 @@ def discover_tasks(
         return _without_clusters(models, clients=len(assembly.clients))
     tasks = [client.task.name for client in assembly.clients]
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
-    clustering = _cluster_sketches(assembly, sketches, tasks, previous)
-    if options.labels:
-        clustering = _merge_clusters(assembly, clustering, updates, previous)
+    phase = assembly.config.clustering
+    settings = ClusteringSettings(
+        **settings_for(assembly.config, ClusteringSettings),
+        threshold=phase.similarity_threshold,
+        centre=phase.fingerprint in FINGERPRINTS and FINGERPRINTS[phase.fingerprint].centre,
+    )
+    if phase.clusters == "oracle":
+        clustering = oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
+    else:
+        clustering = cluster_clients(
+            sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names
+        )
     losses = {update.client: update.metrics["loss"] for update in updates}
     report = _clustering_report(clustering, assembly.names, tasks, losses)
     return TaskDiscovery(
@@ -181,37 +189,7 @@ def models_after_fingerprints(
     """The clients' models after their fingerprints; whole models are unchanged and were not sent back."""
     if assembly.is_full:
         return warm_up_models(assembly, cuts)
-    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND, LABELS)} for u in updates}
-
-
-def _cluster_sketches(
-    assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
-) -> Clustering:
-    options = assembly.config.clustering
-    settings = ClusteringSettings(
-        **settings_for(assembly.config, ClusteringSettings),
-        threshold=options.similarity_threshold,
-        centre=options.fingerprint in FINGERPRINTS and FINGERPRINTS[options.fingerprint].centre,
-    )
-    if options.clusters == "oracle":
-        return oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
-    return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
-
-
-def _merge_clusters(
-    assembly: Assembly, clustering: Clustering, updates: Sequence[Update], previous: Clustering | None
-) -> Clustering:
-    """Join clusters whose labels ask the same; cut clients, who sketch none, follow the others of their cluster."""
-    threshold = assembly.config.clustering.merge_similarity
-    assert threshold is not None, "labels are sketched for a threshold"
-    none = np.zeros(len(updates[0].params[FIRST]), dtype=np.float32)
-    return merge_clusters(
-        clustering,
-        np.stack([update.params[LABELS].numpy() if LABELS in update.params else none for update in updates]),
-        threshold=threshold,
-        names=assembly.names,
-        previous=None if previous is None else previous.labels,
-    )
+    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
 
 
 def _clustering_report(

@@ -8,8 +8,6 @@ in bytes, and returns the index of each layer's candidate, int64 (layers,). Ever
 ranks fit. All rules share one frame, so every one of them validates alike and none is ever over budget:
 
 - `budget`: ranks in proportion to importance (algorithm 1 of the first ATLAS, with a rounding that adds up).
-- `capped`: the same up to a largest rank, `assign_ranks(cap=...)`; where all layers reach it, importance decides
-  nothing.
 - `matched`: the same, limited to the bytes that `uniform` uses: only the shape differs, for a fair comparison.
 - `greedy`: the next step always where importance per byte is largest. The utility sum I * r is linear, so the most
   important layer is filled to its largest rank before the next one gets anything.
@@ -281,10 +279,8 @@ def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int,
     return ranks
 
 
-CAPPED = "capped"
 ALLOCATORS: dict[str, Allocator] = {
     "budget": partial(_allocate, proportional),
-    CAPPED: partial(_allocate, proportional),
     "matched": partial(_allocate, proportional_within_uniform),
     "greedy": partial(_allocate, greedy),
     "uniform": partial(_allocate, uniform),
@@ -303,8 +299,6 @@ class RankAssignment:
     """Estimate: the largest rank that every layer could have within the budget."""
     notes: tuple[str, ...]
     """Notes for the user on how the budget came about."""
-    uncapped_bytes: int
-    """Parameter bytes of the ranks without a cap."""
 
 
 def assign_ranks(
@@ -318,7 +312,6 @@ def assign_ranks(
     allowance_bytes: int | None = None,
     memory_budget: int | None = None,
     factor: float = 1.0,
-    cap: int | None = None,
 ) -> RankAssignment:
     """The ranks that `rule`, a name of `ALLOCATORS`, gives the layers of this client, or a number: one rank for all.
 
@@ -328,8 +321,8 @@ def assign_ranks(
     does not bind a number, which is the user's own word and stands above the device's largest rank. Memory,
     `allowance_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
     (`complexity_factors`), never above itself nor below the smallest ranks. Of a client that holds the first
-    `step.blocks` blocks alone, the allowance is the same and memory binds the ranks of these blocks alone. The rule
-    `capped` gives no rank above `cap`, but for the smallest candidate. Raises `ConfigError` and `BudgetError`.
+    `step.blocks` blocks alone, the allowance is the same and memory binds the ranks of these blocks alone. Raises
+    `ConfigError` and `BudgetError`.
     """
     options, max_rank, allocate = tuple(candidates), device.max_rank, ALLOCATORS.get(rule)
     if allocate is None:
@@ -350,21 +343,14 @@ def assign_ranks(
     budget = min(budget, max(int(budget * factor), least * cost_model.TRAINING_COPIES))
     table = cost_model.cost_table(shape, options)
 
-    def choose(largest: int) -> tuple[int, ...]:
-        ranks = allocate(importance, table, options, budget_bytes=budget, max_rank=largest)
-        num_on_device = step.blocks or 0
-        if cost_model.adapter_bytes(shape, ranks[:num_on_device]) * cost_model.TRAINING_COPIES > free:
-            # Memory binds what is on the device alone; the blocks above the cut keep theirs.
-            below = allocate(
-                importance[:num_on_device], table[:num_on_device], options, budget_bytes=free, max_rank=largest
-            )
-            ranks = (*below, *ranks[num_on_device:])
-        return ranks
-
-    uncapped = choose(max_rank)
-    ranks = uncapped
-    if cap is not None and rule == CAPPED:
-        ranks = choose(min(max_rank, max(cap, options[0])))
+    ranks = allocate(importance, table, options, budget_bytes=budget, max_rank=max_rank)
+    num_on_device = step.blocks or 0
+    if cost_model.adapter_bytes(shape, ranks[:num_on_device]) * cost_model.TRAINING_COPIES > free:
+        # Memory binds what is on the device alone; the blocks above the cut keep theirs.
+        below = allocate(
+            importance[:num_on_device], table[:num_on_device], options, budget_bytes=free, max_rank=max_rank
+        )
+        ranks = (*below, *ranks[num_on_device:])
     cost_model.check_memory(cost_model.device_memory(shape, device, ranks=ranks, step=step), name=device.name)
     one_rank_bytes = cost_model.adapter_bytes(shape, (1,) * shape.num_layers) * cost_model.TRAINING_COPIES
     return RankAssignment(
@@ -372,7 +358,6 @@ def assign_ranks(
         budget_bytes=budget,
         largest_rank=budget // max(1, one_rank_bytes),
         notes=notes,
-        uncapped_bytes=cost_model.adapter_bytes(shape, uncapped),
     )
 
 

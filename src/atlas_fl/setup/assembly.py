@@ -28,7 +28,7 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainab
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
-from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
+from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
 from atlas_fl.models.registry import FAMILIES, Family, ModelShape
 from atlas_fl.models.stock import NOTE, positions_of
 from atlas_fl.models.tokenization import (
@@ -40,7 +40,7 @@ from atlas_fl.models.tokenization import (
     encode_targets,
 )
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
-from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
+from atlas_fl.params import HEAD, LORA_A, Params, Split
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -54,7 +54,6 @@ from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.files import read_secret, secret_file
 from atlas_fl.storage.run_folder import RunFolder
-from atlas_fl.storage.state_files import StateFiles, state_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +92,6 @@ PACK_IMAGES = 64
 """Images in a pass of a whole model without gradients, or fewer where `--pack-tokens` is fewer."""
 LEAST_LENGTH = 4
 """Tokens of a text at least, of which two may be set around it; also the least `--max-length`."""
-MOST_HASHED = 200_000_000
-"""Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
 """Deviation of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
@@ -283,23 +280,9 @@ def _read_secrets(config: Config, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
-    """The cache of what the frozen blocks give out, with files unless the model is large.
-
-    Files are for states that a CPU has computed; whether reading beats computing on a GPU is not measured.
-    """
+    """The cache of what the frozen blocks give out."""
     chunk_tokens = CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS
-    budget_bytes, first_adapted = int(config.training.prefix_cache_gb * 2**30), first_adapted_block(config, backbone)
-    disk_bytes = int(config.training.prefix_disk_gb * 2**30) if backbone.device.type == "cpu" else 0
-    if not first_adapted or backbone.num_parameters > MOST_HASHED or not disk_bytes:
-        return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
-    key = repr(
-        (
-            *(digest(backbone.frozen), first_adapted, config.images.image_size, config.model.precision),
-            *(str(backbone.device), torch.get_num_threads(), chunk_tokens, machine_key()),
-        )
-    )
-    files = StateFiles(state_folder(), budget_bytes=disk_bytes)
-    return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, files=files, key=key)
+    return PrefixCache(budget_bytes=int(config.training.prefix_cache_gb * 2**30), chunk_tokens=chunk_tokens)
 
 
 def backbone_of(

@@ -16,14 +16,10 @@ from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
-from atlas_fl.ranks.allocation import CAPPED
 from atlas_fl.rng import generator
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.split.channel import Cut
-
-CAPPED_ALPHA = 8.0
-"""Alpha of `capped`: the scale is 2 at rank 16, as it is everywhere else."""
 
 
 class LoraScale(TypedDict):
@@ -39,13 +35,7 @@ def scale_of(config: Config) -> Callable[[int], float]:
 
 
 def lora_of(config: Config) -> LoraScale:
-    """The arguments of `lora_scale` under this config.
-
-    At one scale for all ranks the best learning rate falls as 1 / sqrt(rank) (`benchmarks/ranks_pay.py`), so `capped`
-    scales by alpha / sqrt(rank), unless an alpha is given.
-    """
-    if config.model.lora_alpha is None and config.ranks.ranks == CAPPED:
-        return {"alpha": CAPPED_ALPHA, "rslora": True}
+    """The arguments of `lora_scale` under this config."""
     return {"alpha": config.model.lora_alpha, "rslora": config.model.rslora}
 
 
@@ -222,5 +212,4 @@ def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions
         blocks=config.clustering.fingerprint_blocks,
         samples=config.clustering.fingerprint_samples,
         steps=config.clustering.fingerprint_steps * factor,
-        labels=config.clustering.merge_similarity is not None,
     )

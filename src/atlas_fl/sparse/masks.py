@@ -279,7 +279,6 @@ def calibrate_mask(
     rounds: int,
     scope: Scope = "global",
     seed: int | None = None,
-    shrink: float = SHRINK,
 ) -> dict[str, Tensor]:
     """The mask over the parameters `names` after that many rounds; `score` sees the whole model once a round.
 
@@ -288,14 +287,12 @@ def calibrate_mask(
     check_sparsity(sparsity)
     if rounds < 1:
         raise ConfigError(f"calibration has {rounds} rounds; it needs 1 or more")
-    if not 0 <= shrink <= 1:
-        raise ConfigError(f"shrink is {shrink}; it is what is left of a frozen weight, from 0 to 1")
     chosen = select_params(params, names)
     mask: dict[str, Tensor] | None = None
     for completed in range(rounds):
         scores = None
         if strategy in BY_SENSITIVITY:
-            scores = score(params if mask is None else shrink_frozen(params, mask, shrink=shrink))
+            scores = score(params if mask is None else shrink_frozen(params, mask))
         evidence = Evidence(params=chosen, scores=scores, seed=seed)
         share = (1 - sparsity) ** ((completed + 1) / rounds)
         mask = keep_share(strategy, evidence, share=share, scope=scope, within=mask)
@@ -303,10 +300,10 @@ def calibrate_mask(
     return mask
 
 
-def shrink_frozen(params: Params, mask: Mask, *, shrink: float) -> dict[str, Tensor]:
-    """The model with its frozen weights times `shrink`; parameters without a mask stay as they are."""
+def shrink_frozen(params: Params, mask: Mask) -> dict[str, Tensor]:
+    """The model with its frozen weights times `SHRINK`; parameters without a mask stay as they are."""
     return {
-        name: tensor if name not in mask else tensor.where(mask[name], shrink * tensor)
+        name: tensor if name not in mask else tensor.where(mask[name], SHRINK * tensor)
         for name, tensor in params.items()
     }
 

@@ -135,10 +135,6 @@ def message_size(count: int, width: int, *, wire: WireName, extra: Mapping[str, 
     return encoded_size({**_PACK[wire](torch.empty(count, width, device="meta")), **(extra or {})})
 
 
-def _to_fp32(rows: Tensor) -> dict[str, Tensor]:
-    return {ROWS: rows}
-
-
 def _to_bf16(rows: Tensor) -> dict[str, Tensor]:
     largest = torch.finfo(torch.bfloat16).max
     # Values between bfloat16's largest and float32's would round to infinity.
@@ -165,7 +161,7 @@ def _from_int8(levels: Tensor, scales: Tensor) -> Tensor:
 
 
 _PACK: Mapping[WireName, Callable[[Tensor], dict[str, Tensor]]] = {
-    "fp32": _to_fp32,
+    "fp32": lambda rows: {ROWS: rows},
     "bf16": _to_bf16,
     "int8": _to_int8,
 }

@@ -78,23 +78,19 @@ def match_hosts(guests: Collection[GuestRequirement], hosts: Collection[HostCapa
                 for host in hosts
                 if host.name in guest.costs
                 and free[host.name] >= guest.bytes
-                and (not inside or _is_same_cluster(guest, host))
+                and (not inside or guest.cluster == host.cluster != UNDECIDED)
             ]
             if guest.name in matched or not room:
                 continue
-            best = min(room, key=lambda host: (_seconds(guest, host, load), -free[host.name], host.name))
+            seconds = {
+                name: guest.device_seconds + load[name] + cost.compute_seconds + cost.link_seconds
+                for name, cost in guest.costs.items()
+                if name in load
+            }
+            best = min(room, key=lambda host: (seconds[host.name], -free[host.name], host.name))
             free[best.name] -= guest.bytes
             load[best.name] += guest.costs[best.name].compute_seconds
             where = f"cluster {guest.cluster}" if inside else "other clusters"
             matched[guest.name] = HostMatch(host=best.name, reason=f"the quickest of {len(room)} with room, in {where}")
     server = HostMatch(host=None, reason="no client that holds a whole model has room for it")
     return {name: matched.get(name, server) for name in sorted(guest.name for guest in guests)}
-
-
-def _is_same_cluster(guest: GuestRequirement, host: HostCapacity) -> bool:
-    return guest.cluster == host.cluster != UNDECIDED
-
-
-def _seconds(guest: GuestRequirement, host: HostCapacity, load: Mapping[str, float]) -> float:
-    cost = guest.costs[host.name]
-    return guest.device_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
-from atlas_fl.client.fingerprint import FIRST, SECOND, sketches_labels
+from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.metrics import CHANCE, FURTHER_METRICS
 from atlas_fl.errors import ProtocolError, short_repr
@@ -252,11 +251,10 @@ def _fingerprint(request: AnsweredRequest) -> ExpectedAnswer:
     sketch = ReportTensor(shape=(request.job.options.sketch_dim,))
     # whole models are not warmed up, so none comes back with its fingerprint
     model = request.job.params if request.num_layers is not None else {}
-    labels = {LABELS: sketch} if sketches_labels(request.job) else {}
     tensors = {key: _like(tensor, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT) for key, tensor in model.items()}
     return ExpectedAnswer(
         metrics={"agreement": CORRELATION, "steps": STEPS, "loss": FLOAT32_LOSS},
-        tensors={**tensors, FIRST: sketch, SECOND: sketch, **labels},
+        tensors={**tensors, FIRST: sketch, SECOND: sketch},
     )
 
 
@@ -265,12 +263,10 @@ def _like(tensor: Tensor, *, least: float, most: float) -> ReportTensor:
     return ReportTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, least=least, most=most)
 
 
-def _check_sketches(request: AnsweredRequest, update: Update) -> None:
-    names = (FIRST, SECOND, LABELS) if sketches_labels(request.job) else (FIRST, SECOND)
-    for name in names:
+def _check_sketches(_: AnsweredRequest, update: Update) -> None:
+    for name in (FIRST, SECOND):
         length = float(torch.linalg.vector_norm(update.params[name].double()))
-        says_nothing = name == LABELS and length == 0
-        if abs(length - 1) > 1e-3 and not says_nothing:
+        if abs(length - 1) > 1e-3:
             raise ProtocolError(f"{name} has length {length:g}; allowed: 1")
 
 
