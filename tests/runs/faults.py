@@ -1,5 +1,6 @@
 """What can be wrong in a program that `zygote.py` starts: one function of it is replaced before it begins."""
 
+import itertools
 import os
 import resource
 import signal
@@ -29,12 +30,16 @@ def fill_the_disk() -> None:
     site.export_own_model = full
 
 
-def die_before_the_answer() -> None:
+def die_before_the_answer(number: int) -> None:
+    """The answers before this one are sent."""
     kept = coordinator.ClientManager._confirm_saved
+    answers = itertools.count(1)
 
     async def answer(own: Any, seat: Any, head: Any) -> Any:
-        await kept(own, seat, head)
-        die()
+        answered = await kept(own, seat, head)
+        if next(answers) == number:
+            die()
+        return answered
 
     coordinator.ClientManager._confirm_saved = answer  # type: ignore[method-assign]
 
@@ -58,6 +63,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "dies before it ends": lambda: setattr(site, "SiteResult", die),
     "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,
     "has a full disk": fill_the_disk,
-    "dies before it answers who has its model": die_before_the_answer,
+    "dies before it answers who has its model": lambda: die_before_the_answer(1),
+    "dies before it answers the last one": lambda: die_before_the_answer(2),
 }
 """By what then happens."""

@@ -1,7 +1,9 @@
 """Whoever is killed or has a full disk at the end of a run gets its model when the same commands are started again."""
 
+import os
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -68,15 +70,32 @@ def test_a_site_or_a_server_that_is_killed_after_that_was_said_leaves_the_model_
 def test_a_server_that_is_killed_before_it_answers_is_told_again(federation: Federations) -> None:
     fed = federation(**APART)
     server, port = fed.serve(fault="dies before it answers who has its model")
-    sites = [fed.join(name, port) for name in fed.sites]
+    sites = {name: fed.join(name, port) for name in fed.sites}
     server.end(-signal.SIGKILL)
     (confirmed,) = heard(fed)
-    again, _ = fed.serve(port=port)
     (other,) = set(fed.sites) - {confirmed}
-    again.wait_for(f"is complete; listening on .* for {other}, without a model yet")
+    os.kill(sites[confirmed].pid, signal.SIGSTOP)  # it comes back once the other one has gone
+    again, _ = fed.serve(port=port)
+    again.wait_for(f"is complete; listening on .* for {other}, without a model yet; .* for {confirmed}, recorded")
+    sites[other].end()
+    time.sleep(0.5)
+    assert not again.ended
+    os.kill(sites[confirmed].pid, signal.SIGCONT)
+    sites[confirmed].end()
+    again.end()
+    all_have_their_models(fed)
+
+
+def test_a_server_that_is_killed_before_its_last_answer_listens_once_more(federation: Federations) -> None:
+    fed = federation(**APART)
+    server, port = fed.serve(fault="dies before it answers the last one")
+    sites = [fed.join(name, port) for name in fed.sites]
+    server.end(-signal.SIGKILL)
+    assert heard(fed) == sorted(fed.sites)
+    again, _ = fed.serve(port=port)
     for site in sites:
         site.end()
-    again.end()
+    again.kill()  # it waits a while for the one that has had its answer
     all_have_their_models(fed)
 
 

@@ -1,8 +1,8 @@
 """The server of a deployment: the backend of a run whose clients are at their sites, and the end of the run.
 
 At the end every client gets its own model, also one that was away. `heard.json` in the run's folder says who has its
-model on disk: a site confirms once the model is written, and is answered when that is recorded here. A run that was not
-served has no such file.
+model on disk: a site confirms once the model is written, and is answered when that is recorded here. A server that was
+killed in between waits for such a site when it is started again. A run that was not served has no such file.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -258,19 +258,23 @@ def deliver_final_models(
     *,
     seconds: float,
     awaited: Collection[str] = (),
+    unanswered: Collection[str] = (),
 ) -> None:
     """Give all that are here, or come within so many seconds where they are awaited, the model of this complete run.
 
     A client that is writing its model then has at least the deadline of a job for it. Writes down which have done so,
-    and notes which have not.
+    and notes which have not. The `unanswered` have confirmed and may not know that this is recorded.
     """
     models = _final_models(folder)
-    heard = _delivered_names(folder)
+    heard, _ = _deliveries(folder)
+
+    def record(*, answering: bool) -> None:
+        write_sealed(folder.deliveries, {"heard": sorted(heard), "answering": answering})
 
     def record_saved(name: str) -> None:
         heard.add(name)
         try:
-            write_sealed(folder.deliveries, {"heard": sorted(heard)})
+            record(answering=True)
         except OSError as error:
             raise ProtocolError(
                 f"the server cannot write down that {name} has its model ({error.strerror}); start the same command"
@@ -279,10 +283,16 @@ def deliver_final_models(
 
     manager.on_model_saved = record_saved
     shutdown = coordinator.shutdown_clients(
-        manager, models, seconds=seconds, writing_seconds=service.deadline_seconds, wait_for=awaited
+        manager,
+        models,
+        seconds=seconds,
+        writing_seconds=service.deadline_seconds,
+        wait_for=awaited,
+        may_return=unanswered,
+        return_seconds=FAREWELL_SECONDS,
     )
     bridge.call(shutdown)
-    write_sealed(folder.deliveries, {"heard": sorted(heard)})
+    record(answering=False)
     if rest := ", ".join(name for name in models if name not in heard):
         bridge.on_event(
             Note(f"{rest} did not get the model at the end of the run; start the same command again, here and there")
@@ -313,29 +323,38 @@ def serve_final_models(
     for name in again:
         if name not in models:
             raise unknown_name("client in --again", name, models)
-    heard = _delivered_names(folder).difference(again)
+    heard, answering = _deliveries(folder)
+    heard -= set(again)
     if again:
         with run_lock(folder.path):
-            write_sealed(folder.deliveries, {"heard": sorted(heard)})
+            write_sealed(folder.deliveries, {"heard": sorted(heard), "answering": answering})
     rest = [name for name in models if name not in heard]
-    if not rest:
+    if not rest and not answering:
         return
     certs = open_certs(service.certs)
     listed = listed_clients(service.certs)
-    awaited = [name for name in rest if name in listed and name not in service.without]
-    if not awaited:
+    may_join = [name for name in models if name in listed and name not in service.without]
+    awaited = [name for name in may_join if name not in heard]
+    unanswered = [name for name in may_join if name in heard and answering]
+    if rest and not awaited:
         names = ", ".join(rest)
         on_event(Note(f"{names} did not get the model, and may not join now; start this again once they may"))
+    if not awaited and not unanswered:
         return
     # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
     seconds = service.wait_seconds
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (manager, bridge, where):
-        until = f"for up to {seconds:g} seconds for {', '.join(awaited)}, without a model yet"
-        on_event(Note(f"run {folder.path} is complete; listening on {where} {until}"))
+        until = [f"for up to {seconds:g} seconds for {', '.join(awaited)}, without a model yet"] if awaited else []
+        if unanswered:
+            names = ", ".join(unanswered)
+            until.append(f"for up to {FAREWELL_SECONDS:g} seconds for {names}, recorded and perhaps not answered")
+        on_event(Note(f"run {folder.path} is complete; listening on {where} {'; '.join(until)}"))
         with service.companion(manager, bridge):
-            deliver_final_models(folder, manager, bridge, service, seconds=seconds, awaited=awaited)
+            deliver_final_models(
+                folder, manager, bridge, service, seconds=seconds, awaited=awaited, unanswered=unanswered
+            )
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
@@ -347,8 +366,10 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
     return newest, tuple(client.name for client in plan.clients)
 
 
-def _delivered_names(folder: RunFolder) -> set[str]:
-    return set(read_sealed(folder.deliveries, "heard")["heard"])
+def _deliveries(folder: RunFolder) -> tuple[set[str], bool]:
+    """(clients that have confirmed their model, whether the server was killed while it answered them)."""
+    record = read_sealed(folder.deliveries, "heard")
+    return set(record["heard"]), bool(record.get("answering"))
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

@@ -1,6 +1,7 @@
 """At the end everybody who is here or awaited hears that it is over, and has its model once it has said so."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -98,3 +99,23 @@ async def test_who_is_away_or_lost_is_not_waited_for(manager: ClientManager) -> 
     await manager.remove("site-1", "its disk is full")
     await asyncio.wait_for(shutdown_clients(manager, {}, seconds=3600, wait_for=["site-1"]), 10)
     await asyncio.wait_for(shutdown_clients(manager, {}, seconds=0, wait_for=["site-2"]), 10)
+
+
+@played()
+async def test_who_may_not_know_that_its_model_is_recorded_is_waited_for_a_while(manager: ClientManager) -> None:
+    """A server that is started again knows from its record alone that this one has confirmed."""
+
+    def shutdown(*, return_seconds: float) -> Coroutine[Any, Any, None]:
+        ends = {"may_return": ["site-1"], "return_seconds": return_seconds}
+        return shutdown_clients(manager, {"site-1": PARAMS}, seconds=3600, **ends)
+
+    await asyncio.wait_for(shutdown(return_seconds=0.05), 10)
+    over = asyncio.create_task(shutdown(return_seconds=3600))
+    await asyncio.wait({over}, timeout=0.1)
+    assert not over.done()
+    farewell = manager.clients["site-1"].shutdown_message
+    assert farewell is not None
+    manager.on_presence("site-1", True)
+    assert await say_kept(manager, "site-1", farewell[0]["sha256"]) == ({"kind": "over"}, {})
+    manager.on_presence("site-1", False)
+    await asyncio.wait_for(over, 10)

@@ -455,11 +455,14 @@ async def shutdown_clients(
     writing_seconds: float = 0.0,
     reason: str | None = None,
     wait_for: Collection[str] = (),
+    may_return: Collection[str] = (),
+    return_seconds: float = 0.0,
 ) -> None:
     """Send every client the end of the run: its final model, or the reason why there is none.
 
     Waits up to `seconds` until connected clients have disconnected and those of `wait_for` have connected and saved
-    their models, and at least `writing_seconds` while a client is saving. `manager.on_model_saved` is called on a
+    their models, those of `may_return` too for the first `return_seconds`, and at least `writing_seconds` while a
+    client is saving. `manager.on_model_saved` is called on a
     client's confirmation only: before that it may be killed, or miss the last message of a stream that is closed.
     """
     for name, client in manager.clients.items():
@@ -471,7 +474,8 @@ async def shutdown_clients(
             client.shutdown_message = {"kind": "done", "model": False}, NO_TENSORS
         client.wakeup.set()
     start = asyncio.get_running_loop().time()
-    while not _all_finished(manager.clients, wait_for):
+    elapsed = 0.0
+    while not _all_finished(manager.clients, (*wait_for, *(may_return if elapsed < return_seconds else ()))):
         elapsed = asyncio.get_running_loop().time() - start
         if elapsed >= seconds and not (elapsed < writing_seconds and _is_any_saving(manager.clients.values())):
             return
