@@ -84,7 +84,14 @@ EXPLAINED = {
         "atlas serve --again {}",
         "atlas sweep --lambda-sweep",
     ),
-    *("atlas fetch vision", "atlas run --preset {}", "atlas run --preset quick", "atlas COMMAND --help"),
+    *(
+        "atlas fetch vision",
+        "atlas fetch llm",
+        "atlas evaluate",
+        "atlas run --preset {}",
+        "atlas run --preset quick",
+        "atlas COMMAND --help",
+    ),
     *(f"atlas {name} --help" for name in ("list", "masks", "report", "run", "sweep", "vectors")),
 }
 """Commands that are named, or take minutes or other machines: the command and each of its flags stand on its page."""

@@ -305,6 +305,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     _check_reading(name, columns)
     template = columns.template and Path(columns.template).expanduser()
     if template and template.is_file():
+        check_regular(template)
         columns = replace(columns, template=template.read_text(encoding="utf-8"))
     return columns
 

@@ -125,11 +125,15 @@ def generate(
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
     rows = Rows(text=(to_text(turns) if task.chat else text,), pair=("",), label=np.zeros(1, np.float32))
     site = assembly.site
-    _, encode_prompt = encoders(task, site.backbone.tokenizer)
+    _, encode_prompt = encoders(task, site.backbone)
     room = max_sequence_length(site.backbone) - new_tokens
-    if room < 1:
-        raise ConfigError(f"--new-tokens is {new_tokens}, and {site.backbone.name} has positions for fewer; lower it")
-    (written,) = write(encode_prompt(rows, room), models[kind][client], site, new_tokens=new_tokens)
+    prompt = encode_prompt(rows, max(1, room))
+    if room < 1 or prompt.full_lengths is not None:
+        raise ConfigError(
+            f"the text does not fit into {site.backbone.name} with an answer of --new-tokens {new_tokens}: they have"
+            f" {max_sequence_length(site.backbone)} tokens together; shorten it, or lower --new-tokens"
+        )
+    (written,) = write(prompt, models[kind][client], site, new_tokens=new_tokens)
     return written
 
 

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
@@ -433,7 +432,7 @@ def tokenise(
             f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
             " follows from a text; set target= beside text=, or choose a model such as gpt2"
         )
-    encode, encode_prompt = encoders(task, tokenizer)
+    encode, encode_prompt = encoders(task, backbone)
     encoded = {name: encode(rows, limit) for name, rows in splits.items()}
     prompts: dict[Split, Prompts] = {}
     held_out: tuple[Split, Split] = ("validation", "test")
@@ -455,11 +454,11 @@ EncodeRows: TypeAlias = Callable[[Rows, int], EncodedExamples]
 """(rows, most tokens of one) -> examples."""
 
 
-def encoders(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodeRows, EncodeRows]:
+def encoders(task: Task, backbone: Backbone) -> tuple[EncodeRows, EncodeRows]:
     """What encodes rows of this task that a model is to write, and what encodes their prompts alone."""
-    how: dict[str, Any] = {"tokenizer": tokenizer, "truncate": task.truncate}
+    how: dict[str, Any] = {"tokenizer": backbone.tokenizer, "truncate": task.truncate}
     if task.chat:
-        how["template"] = ChatTemplate(tokenizer, task.template)
+        how["template"] = ChatTemplate(backbone.tokenizer, task.template)
         return (
             lambda rows, most: encode_chats(rows.text, max_length=most, **how),
             lambda rows, most: encode_chat_prompts(rows.text, max_length=most, **how),
