@@ -74,7 +74,7 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
     for words, message in (
         (["evaluate", str(result.folder), "--client", "nobody"], "unknown client 'nobody'"),
         (["generate", str(result.folder), "a", "--client", "nobody"], "unknown client 'nobody'"),
-        (["generate", str(result.folder), "a", "--client", client, "--new-tokens", "60"], "does not fit into"),
+        ([*words, "--new-tokens", "60"], "does not fit into"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
