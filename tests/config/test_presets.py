@@ -29,6 +29,6 @@ def test_smoke_is_small_and_uniform() -> None:
 
 
 def test_an_unknown_preset_has_its_nearest() -> None:
-    known = "known: clothes, concept-shift, contradiction,"
+    known = "known: chat, clothes, concept-shift, contradiction,"
     with pytest.raises(ConfigError, match=rf"unknown preset 'quik'; did you mean 'quick'\? {known}"):
         find_preset("quik")

@@ -44,8 +44,10 @@ def test_the_promised_tasks_are_registered() -> None:
     ratings = {"movie_ratings", "amazon_ratings", "nyt_ratings", "tweet_ratings"}
     federations = {"valence", "arousal", "dominance", "senses", "given_names"}
     federations |= {"editorials_30", "editorials_100", "reviews_30"}
+    tones = ("english", "german", "french", "json")
+    chats = {f"{topic}_{tone}" for topic in ("types", "reviews", "sms", "definitions", "spans") for tone in tones}
     hub = {"imdb", "ag_news", "yelp", "squad", "e2e", "xsum"}
-    assert set(TASKS) == embedded | federations | ratings | glue | hub | images
+    assert set(TASKS) == embedded | federations | ratings | glue | hub | images | chats
     assert {name: TASKS[name].metric for name in ("cola", "mrpc", "qqp", "stsb", "mnli")} == {
         "cola": "mcc",
         "mrpc": "f1",

@@ -64,9 +64,8 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
     first = found.answers[0]
     asked, client = first.prompt.removeprefix("u:").removesuffix("\na:"), first.client
     assert generate(result.folder, asked, client=client, kind="base", new_tokens=4) == first.answers["base"]
-    assert (
-        main(["generate", str(result.folder), asked, "--client", client, "--kind", "alone", "--new-tokens", "4"]) == 0
-    )
+    ask = ["generate", str(result.folder), asked, "--client", client]
+    assert main([*ask, "--kind", "alone", "--new-tokens", "4"]) == 0
     assert capsys.readouterr().out.strip() == first.answers["alone"]
     assert main(["evaluate", str(result.folder), "--client", client]) == 0
     shown = capsys.readouterr().out
@@ -74,7 +73,7 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
     for words, message in (
         (["evaluate", str(result.folder), "--client", "nobody"], "unknown client 'nobody'"),
         (["generate", str(result.folder), "a", "--client", "nobody"], "unknown client 'nobody'"),
-        ([*words, "--new-tokens", "60"], "does not fit into"),
+        ([*ask, "--new-tokens", "60"], "does not fit into"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_write_is_one_line(files: Path, tiny_model: Path, tm
     assert main(words(tiny_model, tmp_path, "--task", f"notes={files}/notes.csv,target=text")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "architecture 'bert', which cannot write text" in line
-    assert "choose a model of gpt2, llama," in line
+    assert "choose a model of gemma2, gemma3_text, gpt2, llama," in line
     assert not list(tmp_path.iterdir())
 
 

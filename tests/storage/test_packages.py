@@ -139,10 +139,12 @@ def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path, monkeypat
         return Asset(
             **{name: getattr(one, name) for name in ("name", "requirement", "size_mb", "prefix", "installer", "group")},
             packed=one.files,
+            conversion_package="onnx",
             files={"joined": sha256(content).hexdigest()},
         )
 
     monkeypatch.setattr(onnx_vit, "convert", join)
+    monkeypatch.setattr(downloads.importlib.util, "find_spec", lambda _: downloads)
     apt(deb())
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match="clothes was converted into another joined than this version knows"):
@@ -161,6 +163,6 @@ def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(tmp_pat
 def test_every_part_has_its_own_folder_and_names_its_hashes() -> None:
     for one in assets().values():
         assert all(len(digest) == 64 for digest in {**one.files, **one.packed}.values())
-    assert [one.group for one in assets().values()] == ["embedded"] * 3 + ["vision"] * 2
+    assert [one.group for one in assets().values()] == ["embedded"] * 3 + ["vision", "llm", "vision"]
     assert "not where the weights come from" in assets()["dinov2-vits14"].note
     assert assets()["fashion-mnist"].installer == "apt"

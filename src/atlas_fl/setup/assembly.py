@@ -426,7 +426,6 @@ def tokenise(
         return ClientTokens(
             task=task, splits={name: _encode_rows(rows, backbone, limit, task) for name, rows in splits.items()}
         )
-    tokenizer = backbone.tokenizer
     if backbone.family.seq2seq and (task.chat or any(rows.pair is None for rows in splits.values())):
         raise ConfigError(
             f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
