@@ -107,8 +107,8 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_pa
     words += ["--runs-dir", str(tmp_path)]
     said = atlas(*words)
     assert (said.code, said.err) == (0, "")
-    assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
-    assert "run 3 of 4: eta=0.5 seed=42 starts (about " in said.out
+    assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0.5, 42), (0, 123), (0.5, 123)]
+    assert "run 3 of 4: eta=0 seed=123 starts (about " in said.out
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("eta=")]
     assert [row[:2] for row in rows[:2]] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]]
     assert rows[-2:] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]], "by task"
@@ -124,7 +124,7 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas, ran, tmp_pa
         assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
     again = atlas(*words)
     assert len(ran) == 4
-    assert "run 3 of 4: eta=0.5 seed=42 is finished ..." in again.out
+    assert "run 3 of 4: eta=0 seed=123 is finished ..." in again.out
 
 
 def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(atlas, ran, tmp_path) -> None:
