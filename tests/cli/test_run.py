@@ -53,8 +53,9 @@ def ran(monkeypatch) -> list[Config]:
             write_json(folder.summary, summary_of(config))
         return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
+    # in this order: a module that is first imported while another is patched keeps what it found there
     monkeypatch.setattr("atlas_fl.cli.run.run_config", run)
+    monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
     return found
 
 
