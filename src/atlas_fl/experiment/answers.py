@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["base", "alone", "federated"]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was asked of a client's models on a row of its own, and what they wrote, by kind."""
+    """A prompt of a client's own, and the answers of its models by kind."""
 
     client: str
     prompt: str
@@ -103,7 +103,7 @@ def evaluate_run(
 def generate(
     run: str | Path, text: str, *, client: str, runs_dir: str = "runs", kind: Kind = "federated", new_tokens: int = 64
 ) -> str:
-    """What a client's model writes after this text, in the chat template where its task has conversations.
+    """The answer of a client's model to this text, in the chat template where its task has conversations.
 
     Raises:
         ConfigError: the run has no such client, or its task writes no text.

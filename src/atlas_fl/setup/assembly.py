@@ -454,7 +454,7 @@ EncodeRows: TypeAlias = Callable[[Rows, int], EncodedExamples]
 
 
 def encoders(task: Task, backbone: Backbone) -> tuple[EncodeRows, EncodeRows]:
-    """What encodes rows of this task that a model is to write, and what encodes their prompts alone."""
+    """(encoder of the rows of this task that a model is to write, encoder of their prompts alone)."""
     how: dict[str, Any] = {"tokenizer": backbone.tokenizer, "truncate": task.truncate}
     if task.chat:
         how["template"] = ChatTemplate(backbone.tokenizer, task.template)

@@ -86,7 +86,7 @@ class RunFolder:
     evaluation = InnerPath("evaluation.json")
     """Scores of the run's models and of what they are compared with (`atlas evaluate`)."""
     answers = InnerPath("answers.jsonl")
-    """What these wrote: a row for each prompt."""
+    """The answers of these models: a row for each prompt."""
     log = InnerPath("log.txt")
     """Lines of time, level and message."""
 
