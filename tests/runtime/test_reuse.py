@@ -1,5 +1,6 @@
 """Results that several runs of a process share: equal jobs at equal sites, and nothing else."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.reuse import ReusedResults, ReusingEngine, site_key
 from atlas_fl.split.channel import Cut
@@ -128,3 +130,41 @@ def test_what_is_reported_beside_an_update_counts_in_the_size(site_and_job: tupl
     size = sum(tensor.nbytes for tensor in job.params.values())
     for max_bytes, times in ((3 * size, 1), (3 * size - 1, 2)):
         assert len(asked_of(site, *[("train", [job])] * 2, max_bytes=max_bytes, halves=halves)) == times
+
+
+def test_states_of_the_frozen_blocks_are_shared_by_runs_on_the_same_data(
+    tiny_of: Any, site_of: Any, spec_of: Any
+) -> None:
+    tiny, results = tiny_of("bert"), ReusedResults()
+
+    def site(examples: int = 9, **values: Any) -> Site:
+        site = site_of(tiny, spec_of(name="a-0", examples=examples))
+        return dataclasses.replace(
+            site, **{"first_adapted": 1, "prefix_cache": PrefixCache(budget_bytes=1000), **values}
+        )
+
+    def cache(site: Site) -> PrefixCache:
+        return results.with_prefix_cache(site).prefix_cache
+
+    assert cache(alone := site()) is alone.prefix_cache
+    with results.remember():
+        first = cache(site())
+        assert cache(site()) is first
+        assert cache(site(max_tokens=17)) is first, "packs change nothing of them"
+        for other in (
+            site(examples=8),
+            site(first_adapted=2),
+            site(bf16=True),
+            site(prefix_cache=PrefixCache(budget_bytes=2000)),
+            site(prefix_cache=PrefixCache(budget_bytes=1000, chunk_tokens=7)),
+            site(backbone=dataclasses.replace(tiny.backbone, model=_other_weights(tiny.backbone.model))),
+        ):
+            assert cache(site()) is not (shared := cache(other))
+            assert shared is other.prefix_cache
+    assert cache(alone) is alone.prefix_cache
+
+
+def _other_weights(model: Any) -> Any:
+    changed = copy.deepcopy(model)
+    next(changed.parameters()).data[0] += 1e-3
+    return changed

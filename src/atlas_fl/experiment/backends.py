@@ -27,7 +27,7 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.ray import ray_cluster
-from atlas_fl.runtime.reuse import ReusingEngine
+from atlas_fl.runtime.reuse import REUSED_RESULTS, ReusingEngine
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerLoop, init_workers
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
@@ -43,6 +43,7 @@ PROGRAM = "import sys; from atlas_fl.experiment.backends import worker_main; wor
 def in_process_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
     assembly = assemble(config)
+    assembly = replace(assembly, site=REUSED_RESULTS.with_prefix_cache(assembly.site))
     yield assembly, ReusingEngine(engine=local_engine(assembly, on_event), site=assembly.site)
 
 

@@ -6,18 +6,21 @@ found by content, so nobody has to say it. A key is the SHA-256 of the action, o
 bits follow the packs), and of the site: data, frozen weights, precision, limits and threads.
 
 Models with cuts, masks, momentum or control variates, and whole models, are always computed.
+
+States of the frozen blocks are shared too, by runs that follow one another on the same data (`models.prefix_cache`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 
 import torch
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.params import digest, num_bytes
 from atlas_fl.plugins import active_plugins
 from atlas_fl.runtime.engine import Engine
@@ -39,6 +42,8 @@ class ReusedResults:
     """Seconds that the reused results had taken."""
     _results: dict[str, tuple[list[Update], float, int]] = field(default_factory=dict)
     """By key (updates, seconds, bytes), the least recently used first."""
+    _prefix: tuple[str, PrefixCache] | None = None
+    """The states of the last run's data, with the key of what they follow from."""
 
     @contextmanager
     def remember(self, max_bytes: int = MAX_BYTES) -> Iterator["ReusedResults"]:
@@ -51,6 +56,16 @@ class ReusedResults:
         finally:
             self.max_bytes = 0
             self._results.clear()
+            self._prefix = None
+
+    def with_prefix_cache(self, site: Site) -> Site:
+        """The site with the states of the frozen blocks that the run before it computed from the same data."""
+        if not self.max_bytes or not site.first_adapted:
+            return site
+        key = prefix_key(site)
+        if self._prefix is None or self._prefix[0] != key:
+            self._prefix = key, site.prefix_cache
+        return replace(site, prefix_cache=self._prefix[1])
 
     def run(self, key: str, compute: Callable[[], list[Update]]) -> list[Update]:
         """The updates of this key, computed now or before."""
@@ -113,6 +128,17 @@ def site_key(site: Site) -> str:
         for name, data in sorted(site.data.items())
     ]
     return sha256("\n".join([repr(settings), digest(site.backbone.frozen), *clients]).encode()).hexdigest()
+
+
+def prefix_key(site: Site) -> str:
+    """SHA-256 of all that the states of the frozen blocks follow from, and of how many are kept."""
+    cache, device = site.prefix_cache, str(site.backbone.device)
+    settings = (site.first_adapted, site.bf16, site.fp16, device, torch.get_num_threads(), cache.budget_bytes)
+    splits = sorted(
+        f"{name} {split} {rows.digest}" for name, data in site.data.items() for split, rows in data.splits.items()
+    )
+    parts = [repr((*settings, cache.chunk_tokens)), digest(site.backbone.frozen), *splits]
+    return sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _tokens_key(data: ClientTokens) -> str:
