@@ -49,6 +49,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     ),
     "models/peft_io.py": ({"save_pretrained": 1}, "into a folder of drafts"),
     "models/loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
+    "models/merged_adapter.py": ({"save_pretrained": 2}, "into a folder of drafts"),
     "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
     "experiment/search.py": ({"create_study": 1}, "a study in memory"),

@@ -196,6 +196,13 @@ class ExportOptions:
     round: str | None = None
     """`best` for the round with the best mean validation score, or a number; the last one by default. Rounds of before
     are there where `--keep-best` or `--keep-checkpoints` kept them."""
+    form: Literal["adapter", "merged", "gguf"] = "adapter"
+    """An adapter beside its base (PEFT), merged into it (transformers), or of a language model as a file of llama.cpp
+    (GGUF). A whole model is whole under the first."""
+    push_to: str | None = None
+    """Upload the folder to the hub as this model, OWNER/NAME, after it is written; private but for --public."""
+    public: bool = False
+    """Make the uploaded model one that everybody can read."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 

@@ -13,7 +13,7 @@ from atlas_fl.cli.tables import audit_table, failure_lines, placement
 from atlas_fl.config import validate
 from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
-from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.export import export_client, publish
 from atlas_fl.experiment.task_arithmetic import (
     ScaleRow,
     TrainedRun,
@@ -118,10 +118,19 @@ def export(options: cli.ExportOptions) -> int:
         raise ConfigError(f"`atlas export` was given {given} of --client NAME and --global; give one of them")
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
     notes: list[str] = []
+    if options.public and options.push_to is None:
+        raise ConfigError("`atlas export` was given --public without --push-to OWNER/NAME; give both, or neither")
     written = export_client(
-        folder, client=options.client, to=to, round=options.round, on_event=lambda event: notes.append(str(event))
+        folder,
+        client=options.client,
+        to=to,
+        round=options.round,
+        form=options.form,
+        on_event=lambda event: notes.append(str(event)),
     )
     show([f"wrote {written}", *notes])
+    if options.push_to is not None:
+        show([f"uploaded to {publish(written, options.push_to, public=options.public)}"])
     return 0
 
 

@@ -1,5 +1,8 @@
 """Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder.
 
+`atlas export` writes an adapter also merged into its base, or as a file of llama.cpp, with a card that says where the
+model comes from, and publishes the folder where it is asked to.
+
 What is exported scores as what was evaluated. Log frequencies of a client's classes (`methods.prior_correction`) are
 added to the bias of its head; where the head has none, the folder's README.md and a note say so.
 
@@ -11,8 +14,10 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 import json
 from collections.abc import Mapping
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jinja2 import Environment, StrictUndefined
@@ -20,28 +25,46 @@ from jinja2 import Environment, StrictUndefined
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
-from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
+from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.files import is_local
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
-from atlas_fl.models.loading import find_family, load_backbone, save_classifier
+from atlas_fl.models.gguf_adapter import export_gguf_adapter
+from atlas_fl.models.loading import find_family, load_backbone, read_config, save_classifier
+from atlas_fl.models.merged_adapter import export_merged
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import Family
+from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
 from atlas_fl.setup.options import scale_of, strategy_of
 from atlas_fl.storage import checkpoint
+from atlas_fl.storage.digests import read_checked
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 CARD = "README.md"
+Form: TypeAlias = Literal["adapter", "merged", "gguf"]
+"""An adapter beside its base, in its base, or beside its base in llama.cpp."""
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForImageClassification": "image-classification",
+}
+"""The hub's name of what a model of each stock class does."""
+SENT = (
+    "no differential privacy was used. The server has seen this client's updates, from which a hostile one may learn"
+    " training text."
+)
 LACKS_PRIOR = (
     "scores have the log frequencies of a client's classes (--prior-correction), and a head without a bias cannot hold"
     " them; add `log_frequencies` to the logits"
@@ -77,9 +100,15 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
 
 
 def export_client(
-    run: str | Path, *, client: str | None, to: str | Path, round: str | None = None, on_event: OnEvent = ignore
+    run: str | Path,
+    *,
+    client: str | None,
+    to: str | Path,
+    round: str | None = None,
+    form: Form = "adapter",
+    on_event: OnEvent = ignore,
 ) -> Path:
-    """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
+    """Write the model that a client has after a round: an adapter in this form, a whole model as transformers' own.
 
     What `--second-gate` weighs is written for `models.gated_adapter`, which PEFT does not load.
     `client` is a name such as `movie-0`, or the client's number in the run's order; None is the one model of all
@@ -89,7 +118,7 @@ def export_client(
     """
     folder = find_run(run)
     config = recorded_config(folder)
-    plan, models = _load_models(folder, config, round)
+    plan, models, number = _load_models(folder, config, round)
     names = list(models)
     if client is None:
         name = global_client(config, models)
@@ -110,18 +139,46 @@ def export_client(
         is_vision = HEAD + "weight" in params
         model, image_size = config.model.model, config.images.image_size
         backbone = as_whole(load_vision(model, image_size=image_size)) if is_vision else load_backbone(model)
+    statistics = next(row for row in plan.data if row["client"] == name)
     lines = export_model(
         params,
         Path(to),
         family=family,
         base=source,
         config=config,
-        statistics=next(row for row in plan.data if row["client"] == name),
+        statistics=statistics,
         backbone=backbone,
+        form=form,
+        origin=_origin(folder, config, statistics, round=number, clients=len(names)),
     )
     for line in lines:
         on_event(Note(line))
     return Path(to)
+
+
+def publish(folder: Path, repository: str, *, public: bool = False) -> str:
+    """Upload an exported folder as a model of the hub, made if it isn't there; its address.
+
+    The token is that of `hf auth login`, or HF_TOKEN.
+
+    Raises:
+        ConfigError: the hub refuses it or is out of reach; the folder stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # what the hub's errors are of: a name that it does not take, the transport, the machine
+    refused: Any = (ValueError, *HfHubHTTPError.__bases__)
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Exported by ATLAS")
+    except refused as error:
+        raise ConfigError(
+            f"{folder} is written, and --push-to {repository} failed: {one_line(error)}; log in with `hf auth login`,"
+            " name OWNER/NAME, and upload the folder with `hf upload`"
+        ) from error
+    return str(address)
 
 
 def load_models(folder: RunFolder) -> ByClient:
@@ -129,11 +186,36 @@ def load_models(folder: RunFolder) -> ByClient:
     return _load_models(folder, recorded_config(folder), None)[1]
 
 
-def _load_models(folder: RunFolder, config: Config, round: str | None) -> tuple[Plan, ByClient]:
+def _origin(
+    folder: RunFolder, config: Config, statistics: Mapping[str, Any], *, round: int, clients: int
+) -> dict[str, Any]:
+    """What the card of a client's model says of its run; scores where the summary has those of this round."""
+    client, scores = statistics["client"], {}
+    summary = read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
+    test = summary["clients"].get(client, {}).get("final", {}).get("test", {})
+    if test.get("round") == round:
+        scores[f"test {statistics['metric']}"] = test["primary"]
+        alone = (summary.get("alone") or {}).get("clients", {}).get(client)
+        scores |= {"the same, trained alone": alone["alone"]} if alone else {}
+    return {
+        "client": client,
+        "round": round,
+        "clients": clients,
+        "version": version("atlas-fl"),
+        "method": config.mixing.strategy,
+        "model": config.model.model,
+        "examples": statistics["examples"]["train"],
+        "seed": config.run.seed,
+        "scores": scores,
+        "privacy": SENT if strategy_of(config).communicates else "nothing of this client was sent to anybody.",
+    }
+
+
+def _load_models(folder: RunFolder, config: Config, round: str | None) -> tuple[Plan, ByClient, int]:
     saved = _load_checkpoint(folder, round)
     plan = read_plan(folder, folder.path / saved.state["plan"])
     state = FederationState.from_checkpoint(saved, [client.name for client in plan.clients])
-    return plan, state.predicting_models(config)
+    return plan, state.predicting_models(config), saved.round
 
 
 def global_client(config: Config, models: ByClient) -> str:
@@ -166,9 +248,13 @@ def export_model(
     config: Config,
     statistics: Mapping[str, Any],
     backbone: Backbone | None = None,
+    form: Form = "adapter",
+    origin: Mapping[str, Any] | None = None,
     within: Path | None = None,
 ) -> tuple[str, ...]:
     """Write a model with its prior in its head, and its card; a line on what the files lack.
+
+    `origin` is what the card says of the run.
 
     `statistics` are those of the client's labels (`data.clients.label_statistics`): its classes in the order of the
     logits, and where `--prior-correction` adds them their log frequencies.
@@ -185,25 +271,39 @@ def export_model(
         folded = fold_prior(params, prior, family=family)
         missing = prior.tolist() if folded is None else None
         params = folded or params
-    gated = is_gated(params)
+    gated, writes = is_gated(params), not head_keys(params)
     kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
-    template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    card = environment.from_string(template).render(
+    _check_form(form, kind, writes=writes and not family.seq2seq)
+    if form != "adapter":
+        kind = "whole model" if form == "merged" else "GGUF adapter"
+    stock = read_config(config.model.model, base)
+    auto = auto_class(stock, writes=writes)
+    card = _card(
         kind=kind,
+        auto=auto.__name__,
+        pipeline=PIPELINES[auto.__name__],
+        library={"adapter": "peft", "GGUF adapter": "gguf"}.get(kind, "transformers"),
         base=json.dumps(base),
+        hub_base=None if is_local(base) else base,
         images=family.images,
-        writes=not head_keys(params),
-        seq2seq=family.seq2seq,
+        writes=writes,
         labels=labels,
         multilabel=multilabel,
         missing_prior=missing,
         lacks_prior=LACKS_PRIOR,
+        origin=origin,
     )
+    options: dict[str, Any] = {"family": family, "base": base, "scale": scale_of(config), "labels": labels}
     with atomic_folder(to, within=within) as draft:
-        if backbone is None:
+        if form == "gguf":
+            export_gguf_adapter(params, draft, family=family, config=stock, scale=scale_of(config))
+        elif form == "merged":
+            with TemporaryDirectory() as scratch:
+                export_adapter(params, Path(scratch, "adapter"), **options)
+                export_merged(Path(scratch, "adapter"), draft, base=base, auto=auto, multilabel=multilabel)
+        elif backbone is None:
             write = export_gated_adapter if gated else export_adapter
-            write(params, draft, family=family, base=base, scale=scale_of(config), labels=labels)
+            write(params, draft, **options)
         elif backbone.vision is not None:
             save_vision(backbone.vision, params, draft, labels=labels)
         else:
@@ -213,6 +313,20 @@ def export_model(
     if missing is not None:
         lines += (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
     return lines
+
+
+def _check_form(form: Form, kind: str, *, writes: bool) -> None:
+    """Raise ConfigError where a model of this kind has no such form."""
+    if form != "adapter" and kind != "adapter":
+        raise ConfigError(f"--form {form} is for adapters, and this model is a {kind}; leave --form out")
+    if form == "gguf" and not writes:
+        raise ConfigError("--form gguf has no place for a head of classes; allowed: adapter, merged")
+
+
+def _card(**values: Any) -> str:
+    template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(template).render(values)
 
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
