@@ -1,5 +1,7 @@
 """Tasks of the hub from small copies in the same format: a directory, a saved folder, the cache of datasets."""
 
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData
+from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import DataError
 
 COLUMNS = {
@@ -157,6 +160,61 @@ def test_the_cache_of_datasets_is_used_without_a_network(offline: Path, tmp_path
     assert offline / cached_as / "rte" in files_of(Source(cache_dir=Path("/nowhere")))
     with pytest.raises(DataError, match="GLUE wnli is not here"):
         load("wnli", None)
+
+
+@pytest.fixture
+def cached_help(offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of `datasets` with `north/help`, of four hospitals and a split of no usual name."""
+    monkeypatch.setenv("ATLAS_CACHE", str(tmp_path / "atlas/embedded"))
+    files = {}
+    for split, count in (("train", 24), ("test", 8), ("extra", 6)):
+        asked = [f"{split} {i}" for i in range(count)]
+        columns = {"instruction": asked, "input": "", "output": [f"It is {text}." for text in asked]}
+        table = pd.DataFrame({**columns, "hospital": [f"h{i % 4}" for i in range(count)]})
+        files[split] = str(tmp_path / f"{split}.parquet")
+        table.to_parquet(files[split])
+    Parquet(
+        cache_dir=str(offline),
+        dataset_name="help",
+        config_name="default",
+        config_id="default",
+        hash="abc",
+        data_files=files,
+    ).download_and_prepare()
+    (offline / "help").rename(offline / "north___help")
+    return offline
+
+
+@pytest.mark.parametrize(("place", "train"), [("hub:north/help", 24), ("hub:north/help@default#extra", 6)])
+def test_a_data_set_of_the_hub_is_read_as_a_file_of_one_s_own(cached_help: Path, place: str, train: int) -> None:
+    for _ in range(2):
+        (task,) = parse_tasks(f"help={place},chat=alpaca")
+        data = task.load(Source(cache_dir=Path("/nowhere")))
+        rows = [data.train, data.validation, data.test]
+        assert sum(len(part) for part in rows) == (32 if train == 24 else 6)
+        assert "train 1" in str(data.train) if train == 24 else "extra" in str(data.train)
+        for path in (path for path in cached_help.glob("*___*") if path.is_dir()):  # the second time it is in our own cache
+            shutil.rmtree(path)
+
+
+@pytest.mark.usefixtures("cached_help")
+def test_a_data_set_of_the_hub_has_clients_by_a_column() -> None:
+    (task,) = parse_tasks("help=hub:north/help,chat=alpaca,client=hospital")
+    assert len(task.clients) == 4
+
+
+@pytest.mark.usefixtures("cached_help")
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("hub:north/help#dev", "hub:north/help has no split 'dev'; it has train, test, extra"),
+        ("hub:north/none", "hub:north/none is not here: the cache"),
+    ],
+)
+def test_a_data_set_of_the_hub_that_is_not_there_is_one_line(place: str, said: str) -> None:
+    with pytest.raises(DataError, match=re.escape(said)) as caught:
+        parse_tasks(f"help={place},chat=alpaca")
+    assert "\n" not in str(caught.value)
 
 
 def test_with_nothing_there_the_error_names_the_three_ways(offline: Path, tmp_path: Path) -> None:

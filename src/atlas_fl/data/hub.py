@@ -9,6 +9,7 @@ the test, and validation is cut from train.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
+from atlas_fl.storage.assets import embedded_dir
+from atlas_fl.storage.files import atomic_folder
 
 REACH_SECONDS = 5
 FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
@@ -39,7 +42,7 @@ class Published:
     """Name in messages."""
     repository: str
     config: str
-    """Name of the data set within the repository."""
+    """Name of the data set within the repository; empty where it has one alone."""
     folder: str
     """Its folder in a directory of the user's."""
 
@@ -60,19 +63,48 @@ def _find_tables(published: Published, source: Source) -> dict[str, Table]:
     folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
         return read_folder(folder)[0]
-    tables = _read_cache(published)
-    if tables is not None:
-        return tables
-    reason = _unreachable()
-    if reason is not None:
-        raise _missing(published, folder, reason)
-    import datasets
+    looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
+    remedy = f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{FILES}"
+    return from_datasets(_load(published, looked=f"{looked}, ", remedy=f", {remedy}"))
 
-    try:
-        data = datasets.load_dataset(published.repository, published.config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise _missing(published, folder, " ".join(str(error).split())[:200]) from error
-    return from_datasets(data)
+
+def _load(published: Published, *, looked: str = "", remedy: str = "") -> Any:
+    """The splits of a data set by name, from the cache of `datasets` or the hub itself; `DataError` where neither."""
+    import datasets  # two seconds that other commands need not pay
+
+    cached = _read_cache(published)
+    if cached is not None:
+        return cached
+    reason = _unreachable()
+    if reason is None:
+        try:
+            return datasets.load_dataset(published.repository, published.config or None)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+    names = ", ".join(repr(name) for name in (published.repository, published.config) if name)
+    raise DataError(
+        f"{published.title} is not here: {looked}the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and the"
+        f" hub does not give it ({reason}); either connect to the hub, or fill that cache with"
+        f" datasets.load_dataset({names}) where there is a network and copy it{remedy}"
+    )
+
+
+def hub_folder(name: str) -> Path:
+    """The folder with a data set of the hub, `owner/name[@config][#split]`, which is saved into the cache once.
+
+    Raises:
+        DataError: it is nowhere, or has no such split.
+    """
+    place, _, split = name.partition("#")
+    repository, _, config = place.partition("@")
+    folder = embedded_dir().parent / "hub" / re.sub(r"[^\w.@#-]", "___", name)
+    if not folder.is_dir():
+        data = _load(Published(title=f"hub:{name}", repository=repository, config=config, folder=""))
+        if split and split not in data:
+            raise DataError(f"hub:{place} has no split {split!r}; it has {', '.join(data)}; name one behind '#'")
+        with atomic_folder(folder) as draft:
+            (data[split] if split else data).save_to_disk(str(draft))
+    return folder
 
 
 def source_files(published: Published, source: Source) -> tuple[Path, ...]:
@@ -86,17 +118,16 @@ def source_files(published: Published, source: Source) -> tuple[Path, ...]:
     return (cached,) if folder is None else (folder, cached)
 
 
-def _read_cache(published: Published) -> dict[str, Table] | None:
+def _read_cache(published: Published) -> Any:
+    """The splits of a data set in the cache of `datasets`; None where it is not there."""
     from datasets.packaged_modules.cache.cache import Cache
 
     # Asked before the hub: load_dataset would retry for half a minute before it looks here.
     repository = published.repository
-    name = repository.partition("/")[2]
+    name, config = repository.partition("/")[2], published.config or None
     try:
-        builder = Cache(
-            repo_id=repository, dataset_name=name, config_name=published.config, version="auto", hash="auto"
-        )
-        return from_datasets(builder.as_dataset())
+        builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
+        return builder.as_dataset()
     except (ValueError, OSError):
         return None
 
@@ -113,18 +144,6 @@ def _unreachable() -> str | None:
         return None  # an answer, whatever it says
     except OSError as error:
         return str(getattr(error, "reason", error))
-
-
-def _missing(published: Published, folder: Path | None, reason: str) -> DataError:
-    import datasets
-
-    looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
-    return DataError(
-        f"{published.title} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
-        f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "
-        f"datasets.load_dataset({published.repository!r}, {published.config!r}) where there is a network and copy it, "
-        f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{FILES}"
-    )
 
 
 GLUE_REPOSITORY = "nyu-mll/glue"

@@ -14,6 +14,7 @@ import numpy as np
 from atlas_fl.data import chat, own_clients
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
+from atlas_fl.data.hub import hub_folder
 from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
@@ -34,6 +35,8 @@ from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.params import TRUNCATIONS, Truncation
 from atlas_fl.storage.folder_access import check_regular
 
+HUB = "hub:"
+"""Begin of a path that is a data set of the hub: `hub:owner/name`, `hub:owner/name@config#split`."""
 FORM = (
     "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN][,client=COLUMN][,OPTION=VALUE]"
 )
@@ -127,6 +130,8 @@ def split_description(description: str) -> tuple[str, str, dict[str, str]]:
 
 def _parse_description(description: str) -> tuple[str, Path | None, dict[str, str]]:
     name, path, options = split_description(description)
+    if path.startswith(HUB):
+        return name, hub_folder(path.removeprefix(HUB)), options
     return name, Path(path).expanduser() if path else None, options
 
 

@@ -59,7 +59,7 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
             (drafts / DRAFT_MARKER).touch()
             content.mkdir()
             yield content
-            for file in sorted(content.iterdir()):  # another library may have written them
+            for file in sorted(path for path in content.rglob("*") if not path.is_dir()):  # of other libraries, too
                 with open_to_read(file, max_bytes=sys.maxsize) as opened:
                     os.fsync(opened.fileno())
             with opened_folder(content) as descriptor:
