@@ -39,7 +39,6 @@ FIRST = (
     "report/results_page.md.jinja",
     "report/html/page.css",
     "report/html/page.js",
-    "report/html/live.js",
     "report/html/charts.yaml",
     "storage/assets.toml",
     "storage/dinov2/config.json",

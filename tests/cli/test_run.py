@@ -325,12 +325,6 @@ COMMANDS_WITH_MISTAKES = {
     "demo --preset publication": "--preset: 'publication' is not one of quick, smoke;",
     "export run": "missing: --to TEXT; see `atlas export --help`",
     "resume": "missing: RUN; see `atlas resume --help`",
-    "watch nowhere": "not a run folder: nowhere;",
-    "watch --runs-dir nowhere": "--runs-dir is nowhere, which is no folder;",
-    "watch --host ''": "--host is ''; name an address of this machine",
-    f"watch --host {'a' * 64}": f"--host is '{'a' * 59}...; name an address of this machine",
-    "watch --port 70000": "--port is 70000; allowed: 0 to 65535",
-    "watch --host no.such.host.invalid --runs-dir .": "--host no.such.host.invalid --port 8765 cannot be",
 }
 """What is said of each, in one line."""
 

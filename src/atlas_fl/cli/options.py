@@ -405,18 +405,3 @@ class DemoOptions:
     """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
     runs_dir: str = "runs"
     """Where run folders lie."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, the newest scores, and the page that
-    `atlas report` makes of what each has written. It reads the folders and never writes there. Ctrl-C ends it."""
-
-    runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
-    """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-    host: str = "127.0.0.1"
-    """The address to listen at. One that other machines reach needs the token that is printed."""
-    port: int = 8765
-    """The port; 0 takes a free one."""

@@ -80,19 +80,12 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     warnings: Sequence[str] = field(default=())
-    links: Sequence[tuple[str, str]] = field(default=())
-    """Other pages of the same server: (name, address)."""
 
 
-def render(page: Page, *, state: str | None = None) -> str:
-    """The text of the page: HTML with its styles, its scripts and all data inside.
-
-    With the `state` that it was made from it asks the server that it came from for news, and loads itself again where
-    that has another; else it asks nobody.
-    """
+def render(page: Page) -> str:
+    """The text of the page: HTML with its styles, its scripts and all data inside; it asks nobody."""
     has_charts = any(isinstance(block, Chart) for section in page.sections for block in section.blocks)
-    library, news = [_chart_library()] if has_charts else [], [] if state is None else [asset("live.js")]
-    scripts = [*library, asset("page.js"), *news]
+    scripts = [*([_chart_library()] if has_charts else []), asset("page.js")]
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'"
     return (
@@ -105,8 +98,7 @@ def render(page: Page, *, state: str | None = None) -> str:
             look=in_script(to_json(look())),
             style=asset("page.css"),
             scripts=scripts,
-            policy=policy if state is None else f"{policy}; connect-src 'self'",
-            state=state,
+            policy=policy,
         )
     )
 
