@@ -15,7 +15,6 @@ from atlas_fl.config import Config, DataConfig, MixingConfig, RunConfig, Trainin
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.schema import ClusteringConfig, ModelConfig, RanksConfig
 from atlas_fl.deployment import job_policy
-from atlas_fl.experiment import run_time
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_image_backbone
@@ -89,7 +88,7 @@ def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         starts_programs = any("programs" in item.fixturenames for item in module)
         if not starts_programs and not request.module.__name__.endswith(PLAN_ANEW):
-            for place in (ranks_and_cuts, run_time, job_policy):
+            for place in (ranks_and_cuts, job_policy):
                 patch.setattr(place, "IMPORTANCE_BATCHES", 1)
         yield
 

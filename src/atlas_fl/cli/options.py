@@ -387,19 +387,17 @@ class CertsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Show what is installed, which devices there are, what is missing and how to get it, and how long the presets
-    smoke and quick take on this machine; exits with 1 where something is missing that they need."""
+    """Show what is installed, which devices there are, what is missing and how to get it; exits with 1 where something
+    is missing that the presets smoke and quick need."""
 
-    measure: bool = True
-    """Train some steps, a few seconds, to say how long runs take."""
     runs_dir: str = "runs"
     """Where run folders would lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Train a first federation and write its page: says what happens, how long it takes on this machine, and what to
-    look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
+    """Train a first federation and write its page: says what happens and what to look at. The run is that of
+    `atlas run --preset quick`; given again, the command goes on where it was stopped."""
 
     preset: Literal["quick", "smoke"] = "quick"
     """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
