@@ -173,8 +173,6 @@ class AuditOptions:
 
     run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
-    others: Annotated[tuple[str, ...], Positional("OTHER ...")] = ()
-    """More runs: no two that should differ may have the same final models."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 

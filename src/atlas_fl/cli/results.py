@@ -93,10 +93,10 @@ MISMATCH = 1
 
 
 def audit(options: cli.AuditOptions) -> int:
-    """Audit the runs that these words name; 0 if all is well, 1 if not."""
-    run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
+    """Audit the run that these words name; 0 if all is well, 1 if not."""
+    run = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as tell:
-        report = audit_run(run, tuple(others), on_event=tell)
+        report = audit_run(run, on_event=tell)
     show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
     if report.unseen:
