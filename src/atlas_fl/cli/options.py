@@ -234,9 +234,6 @@ class MasksOptions:
 
     masks: Annotated[tuple[str, ...], Positional("RUN|FILE ...")]
     """Folders of runs, their names in --runs-dir, or files of masks."""
-    clients: int | None = None
-    """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
-    computed again."""
     merge: Literal["none", "union", "intersection"] = "none"
     """Make one mask: what at least one of them lets move, or what all do."""
     to: str | None = None

@@ -1,6 +1,6 @@
 """`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from atlas_fl.experiment.task_arithmetic import (
     base_weights,
     best_scale,
     load_trained_run,
-    masks_by_client,
     save_merged,
     score_scales,
     task_vectors,
@@ -157,11 +156,8 @@ def masks(options: cli.MasksOptions) -> int:
     check_target(options.to, example="mask.safetensors", is_own=_is_mask)
 
     files = _files(options)
-    if options.clients is None:
-        labels = labels_of(list(files))
-        own: dict[str, Any] = {name: read_mask(file) for name, file in zip(labels, files.values(), strict=True)}
-    else:
-        own = _of_clients(options, list(files), clients=options.clients)
+    labels = labels_of(list(files))
+    own: dict[str, Any] = {name: read_mask(file) for name, file in zip(labels, files.values(), strict=True)}
     check_same_model(own)
     mask = None if options.to is None else merge_masks(own, method=options.merge)
     show([_mask_table(own, list(files))])
@@ -195,13 +191,6 @@ def _files(options: cli.MasksOptions) -> dict[Path, Path]:
         check_files(folder, folder.mask)
         mask_files[folder.path] = folder.mask
     return mask_files
-
-
-def _of_clients(options: cli.MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
-
-    if len(named) != 1:
-        raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
-    return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
 
 
 def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Table:
@@ -253,7 +242,13 @@ def vectors(options: cli.VectorsOptions) -> int:
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
     show([_scale_table(rows, best=best_scale(rows), title=title)])
     if to is not None:
-        show(_write_model(runs, base, vector, rows, to=to))
+        best = best_scale(rows)
+        tested = {row.scale: row.test for row in rows}
+        written = save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to)
+        show(f"wrote {folder}: scale {best.scale:g}, the best on validation images" for folder in written)
+        write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
+        drawn = save_png(draw([scales_chart(tested)]), to / "scales.png")
+        show([f"the table as CSV: {to / 'scales.csv'}", f"and as a figure: {drawn}"])
     return 0
 
 
@@ -296,21 +291,3 @@ def _scale_table(rows: Sequence[ScaleRow], *, best: ScaleRow, title: str) -> Tab
         note="\n".join(["test images; bold: the best mean on validation images", *lines]),
         bold_row=next(index for index, row in enumerate(rows) if row is best),
     )
-
-
-def _write_model(
-    runs: Mapping[str, TrainedRun],
-    base: Params,
-    vector: Params,
-    rows: Sequence[ScaleRow],
-    *,
-    to: Path,
-) -> Iterator[str]:
-
-    best = best_scale(rows)
-    tested = {row.scale: row.test for row in rows}
-    for folder in save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to):
-        yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"
-    write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
-    yield f"the table as CSV: {to / 'scales.csv'}"
-    yield f"and as a figure: {save_png(draw([scales_chart(tested)]), to / 'scales.png')}"

@@ -48,7 +48,7 @@ def fit_heads_and_mask(
         messages += sent
     if assembly.config.sparse.has_mask:
         if mask is None:
-            mask, sent = _calibrate_body_mask(assembly, engine, models, scorers=_sample_scorers(assembly))
+            mask, sent = _calibrate_body_mask(assembly, engine, models)
             messages += sent
         messages += mask_messages(assembly, mask)
         heads = {
@@ -147,9 +147,9 @@ def mask_messages(assembly: Assembly, mask: masks.Mask) -> list[LedgerRow]:
 
 
 def _calibrate_body_mask(
-    assembly: Assembly, engine: Engine, initial_models: ByClient, *, scorers: Sequence[str]
+    assembly: Assembly, engine: Engine, initial_models: ByClient
 ) -> tuple[masks.Mask, list[LedgerRow]]:
-    """The mask over the backbone by the config's strategy and these clients' scores, and the messages with the scores.
+    """The mask over the backbone by the config's strategy and clients' scores, and the messages with the scores.
 
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
@@ -160,6 +160,9 @@ def _calibrate_body_mask(
         labels=sparse.fisher_labels,
         names=tuple(body),
     )
+    count = min(sparse.calibration_clients, len(assembly.names))
+    drawn = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
+    scorers = [assembly.names[index] for index in sorted(drawn)]
 
     def score(params: Params) -> Params:
         models = {name: {**initial_models[name], **params} for name in scorers}
@@ -182,25 +185,8 @@ def _calibrate_body_mask(
     return mask, messages
 
 
-def client_masks(assembly: Assembly, engine: Engine, *, clients: int) -> dict[str, masks.Mask]:
-    """The masks that single clients would make, each by its own scores: of the first `clients` that score."""
-    models: ByClient = assembly.full_models()
-    if should_fit_heads(assembly):
-        models, _ = fit_heads(assembly, engine, models)
-    return {
-        name: _calibrate_body_mask(assembly, engine, models, scorers=[name])[0]
-        for name in _sample_scorers(assembly)[:clients]
-    }
-
-
 def _body_params(assembly: Assembly, models: ByClient) -> Params:
     return {key: tensor for key, tensor in models[assembly.names[0]].items() if not key.startswith(HEAD)}
-
-
-def _sample_scorers(assembly: Assembly) -> list[str]:
-    count = min(assembly.config.sparse.calibration_clients, len(assembly.names))
-    sampled = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
-    return [assembly.names[index] for index in sorted(sampled)]
 
 
 def _ledger_row(client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:
