@@ -96,18 +96,13 @@ def reference_assembly(assembly: Assembly, folder: RunFolder, *, at_sites: bool)
     return alone, f"also trains {number} alone for comparison, up to +{cost:.0f}% time; --alone none leaves it out"
 
 
-def num_alone(config: Config, clients: int, *, is_full: bool) -> int:
-    """Number of these clients that train alone where the method sends anything."""
-    most = {"none": 0, "sample": MOST_WHOLE if is_full else MOST_CLIENTS, "all": clients}
-    return min(clients, most[config.run.alone])
-
-
 def _reference_clients(assembly: Assembly) -> tuple[str, ...]:
     """The clients that train alone, without attackers; a sample is drawn by the seed, evenly over the tasks."""
     config = assembly.config
     attackers = configured_attackers(config, assembly.names)
     honest = [client for client in assembly.clients if client.name not in attackers] or list(assembly.clients)
-    most = num_alone(config, len(honest), is_full=assembly.is_full)
+    sample = MOST_WHOLE if assembly.is_full else MOST_CLIENTS
+    most = sample if config.run.alone == "sample" else len(honest)
     shuffled = [honest[index] for index in generator(config.run.seed, "alone").permutation(len(honest))]
     of_task: dict[str, list[str]] = {}
     for client in shuffled:

@@ -111,15 +111,10 @@ def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
-def num_participants(clients: int, participation: float) -> int:
-    """Number of clients that train in a round: the nearest whole number, halves up, and at least one."""
-    # Python's own rounding goes to the even one.
-    return max(1, int(participation * clients + 0.5))
-
-
 def sample_clients(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
     """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
-    count = num_participants(len(names), participation)
+    # the nearest whole number, halves up; Python's own rounding goes to the even one
+    count = max(1, int(participation * len(names) + 0.5))
     chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
     return tuple(names[index] for index in sorted(chosen))
 
