@@ -296,8 +296,6 @@ class CompareOptions(SettingsOptions):
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, each in a process of its own with its share of the cores."""
-    all: bool = False
-    """Print all tables, and not the first two alone; files and page have all of them either way."""
 
 
 @dataclass(frozen=True, kw_only=True)
