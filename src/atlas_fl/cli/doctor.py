@@ -16,7 +16,6 @@ from atlas_fl.cli.options import DemoOptions, DoctorOptions
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table
-from atlas_fl.storage.extras import install_command
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.installation import Installation, Problem
@@ -49,8 +48,8 @@ def installation_page(found: "Installation") -> Iterator[RenderableType]:
     yield f"GPUs: {'; '.join(gpu_lines(found.torch)) or 'none that PyTorch can use'}"
     free = found.free_memory_bytes
     yield f"memory: {'free memory is not known here' if free is None else f'{human_bytes(free)} free'}"
-    for folder in found.folders:
-        yield f"{folder.purpose}: {folder.path}, {human_bytes(folder.free_bytes)} free on its disk"
+    for purpose, (path, free_on_disk) in found.folders.items():
+        yield f"{purpose}: {path}, {human_bytes(free_on_disk)} free on its disk"
     yield ""
     assets = new_table("Embedded models and data")
     add_columns(assets, ["name", "state", "where it lies, or how to get it"], [])
@@ -58,12 +57,6 @@ def installation_page(found: "Installation") -> Iterator[RenderableType]:
         here = asset.state == "whole"
         assets.add_row(asset.name, asset.state, escape(str(asset.folder)) if here else f"atlas fetch {asset.group}")
     yield assets
-    extras = new_table("Optional extras")
-    add_columns(extras, ["extra", "needs", "state"], [])
-    for extra, packages in found.extras.items():
-        state = "installed" if all(package.fits for package in packages) else install_command(extra)
-        extras.add_row(extra, ", ".join(package.name for package in packages), escape(state))
-    yield extras
 
 
 def gpu_lines(torch: Any) -> Iterator[str]:
