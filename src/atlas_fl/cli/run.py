@@ -220,7 +220,7 @@ def _strategies(alone: str | None = None) -> Lines:
         method = METHODS.get(name)
         rule = RULES[name if method is None else method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        summary = _first_line(rule) if method is None else method.summary
+        summary = (rule.__doc__ or "").strip().partition("\n")[0] if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
         has_equal_ranks = rule.equal_ranks or (method is not None and method.equal_ranks)
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
@@ -255,10 +255,6 @@ def _presets() -> Lines:
     yield "preset", "what it is"
     for name, preset in presets().items():
         yield name, preset.about
-
-
-def _first_line(function: object) -> str:
-    return (function.__doc__ or "").strip().partition("\n")[0]
 
 
 CATALOGUES: Mapping[cli.What, tuple[str, Callable[[], Lines]]] = {

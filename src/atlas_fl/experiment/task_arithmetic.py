@@ -68,7 +68,10 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
     models = FederationState.from_checkpoint(saved, assembly.names).client_models
-    bodies = {name: _without_head(params) for name, params in models.items()}
+    bodies = {
+        name: {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+        for name, params in models.items()
+    }
     first, *others = bodies
     for name in others:
         if any(not torch.equal(tensor, bodies[name][key]) for key, tensor in bodies[first].items()):
@@ -79,10 +82,6 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
     body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
     heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
-
-
-def _without_head(params: Params) -> Params:
-    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
 def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:

@@ -28,17 +28,9 @@ def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = Fal
     return Number(value=mean, text=plain(mean, sign=sign).text + (f" ±{half}" if half.strip("0.") else ""))
 
 
-def _deviation(row: MethodRow) -> Number:
-    return plain(None if row.variance_in_tasks is None else row.variance_in_tasks**0.5)
-
-
 def _below_whole(row: MethodRow) -> Number:
     below = row.bytes_below_whole
     return Number(value=below, text=EMPTY if below is None else f"{100 * below:.2f}%")
-
-
-def _whole_time(row: MethodRow) -> Number:
-    return duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0))
 
 
 def shown(pair: PairedComparison) -> str:
@@ -55,7 +47,7 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
     "Clients": {
         "worst client": lambda row: plain(row.statistics.worst_client),
         "lowest third": lambda row: plain(row.statistics.lowest_third),
-        "devi-\nation": _deviation,
+        "devi-\nation": lambda row: plain(row.variance_in_tasks and row.variance_in_tasks**0.5),
         "over guess": lambda row: plain(row.gain_over_majority, sign=True),
         "hurt: local": lambda row: plain(row.statistics.hurt, 2),
         "hurt: FedAvg": lambda row: plain(row.hurt_by_average, 2),
@@ -72,7 +64,7 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
         "below whole": _below_whole,
         STEPS: lambda row: count(row.client_steps),
         MEMORY: lambda row: size(row.memory_bytes),
-        TIME: _whole_time,
+        TIME: lambda row: duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
     },
 }
 """Columns of the tables of methods, by title."""
