@@ -152,7 +152,9 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
     task, left_out = common_task(sources), sum(members[0].left_out for members in by_source)
     merged = [replace(client, task=task, left_out=left_out, own_rows=len(client.train)) for client in clients]
     if len(sources) > 1 and own_share != 1:
-        if len({(client.number, *map(len, client.splits.values())) for client in clients}) * len(sources) != len(clients):
+        if len({(client.number, *map(len, client.splits.values())) for client in clients}) * len(sources) != len(
+            clients
+        ):
             raise ConfigError(
                 "--own-share exchanges rows one for one, and sources have other sizes; set --samples for all"
             )

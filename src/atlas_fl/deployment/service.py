@@ -16,7 +16,6 @@ from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.conflicts import MULTILABEL, kinds_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
-from atlas_fl.data.task import Task
 from atlas_fl.errors import BudgetError, ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.client.evaluation import OUTCOMES
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config, validate
 from atlas_fl.config.methods import published_methods
@@ -117,11 +117,8 @@ def score_examples(
 ) -> dict[str, Update]:
     """The test scores of these models by client, with the outputs of every example."""
     options = EvaluateOptions(split="test", prior_correction=config.training.prior_correction, outcomes=True)
-    jobs = [
-        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
-        for name, params in models.items()
-    ]
-    return {update.client: update for update in engine.run("evaluate", jobs)}
+    updates = engine.run("evaluate", make_jobs(models, options, round=round, cuts=cuts))
+    return {update.client: update for update in updates}
 
 
 def summarise_gains(

@@ -20,7 +20,7 @@ from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
-from atlas_fl.client.job import Job, Update, without_empty
+from atlas_fl.client.job import Job, Update, make_jobs, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
@@ -94,11 +94,7 @@ def finish_round(
                 prior_correction=config.training.prior_correction,
                 outcomes=outcomes,
             )
-            jobs = [
-                Job(client=name, params=params, round=number, options=options, cut=cuts.get(name))
-                for name, params in models.items()
-            ]
-            updates = engine.run("evaluate", jobs)
+            updates = engine.run("evaluate", make_jobs(models, options, round=number, cuts=cuts))
             evaluations.extend(updates)
             return {update.client: update for update in updates}
 
@@ -529,10 +525,7 @@ def choose_models(
         options = EvaluateOptions(split="validation", prior_correction=prior_correction)
         losses: dict[str, dict[int, float]] = {}
         for label, models in candidates.items():
-            jobs = [
-                Job(client=name, params=params, round=start.round, options=options) for name, params in models.items()
-            ]
-            for update in engine.run("evaluate", jobs):
+            for update in engine.run("evaluate", make_jobs(models, options, round=start.round)):
                 losses.setdefault(update.client, {})[label] = update.metrics["loss"]
         return {
             name: {label: loss for label, loss in by_label.items() if isfinite(loss)}

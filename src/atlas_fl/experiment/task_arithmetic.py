@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 
 from atlas_fl.client.evaluation import evaluate
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
@@ -132,11 +132,8 @@ def score_scales(
 
 def accuracy(run: TrainedRun, body: Params, split: Split) -> float:
     """The share of all clients' images of this split that the backbone with the run's heads recognises."""
-    jobs = [
-        Job(client=name, params={**body, **head}, round=0, options=EvaluateOptions(split=split))
-        for name, head in run.heads.items()
-    ]
-    updates = evaluate(jobs, run.assembly.site)
+    models = {name: {**body, **head} for name, head in run.heads.items()}
+    updates = evaluate(make_jobs(models, EvaluateOptions(split=split), round=0), run.assembly.site)
     total = sum(update.examples for update in updates)
     return sum(update.metrics["accuracy"] * update.examples for update in updates) / total
 

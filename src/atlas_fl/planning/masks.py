@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, ridge_head
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, make_jobs
 from atlas_fl.client.options import RidgeOptions, ScaleOptions, SensitivityOptions
 from atlas_fl.config import check_mask_file
 from atlas_fl.config.schema import SparseConfig, parse_mask_file
@@ -86,7 +86,7 @@ def check_heads(assembly: Assembly) -> None:
 def fit_heads(assembly: Assembly, engine: Engine, models: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Fit every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
     penalty, tasks = assembly.config.images.ridge, {client.name: client.task.name for client in assembly.clients}
-    jobs = [Job(client=name, params=models[name], round=0, options=RidgeOptions()) for name in tasks]
+    jobs = make_jobs(models, RidgeOptions(), round=0, clients=tasks)
     sums, messages = _sum_answers(engine, "ridge", jobs, kind="head", groups=tasks)
     heads = {task: ridge_head(task_sums[GRAM], task_sums[CROSS], penalty=penalty) for task, task_sums in sums.items()}
     fitted, head_messages = _assign_heads(assembly, models, heads)
@@ -165,8 +165,7 @@ def _calibrate_body_mask(
     scorers = [assembly.names[index] for index in sorted(drawn)]
 
     def score(params: Params) -> Params:
-        models = {name: {**initial_models[name], **params} for name in scorers}
-        jobs = [Job(client=name, params=model, round=0, options=options) for name, model in models.items()]
+        jobs = make_jobs({name: {**initial_models[name], **params} for name in scorers}, options, round=0)
         everyone = dict.fromkeys(scorers, "all")
         sums, sent = _sum_answers(engine, "sensitivity", jobs, kind="mask", groups=everyone, at_once=SCORES_AT_ONCE)
         messages.extend(sent)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.client.importance import IMPORTANCE
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import make_jobs
 from atlas_fl.client.options import ImportanceOptions
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
@@ -188,10 +188,7 @@ def importance_by_client(
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
     config = assembly.config
     options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES)
-    jobs = [
-        Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
-        for name in assembly.names
-    ]
+    jobs = make_jobs(models, options, round=round, cuts=cuts, clients=assembly.names)
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_on_all_clients(engine, "importance", jobs)])
 
 

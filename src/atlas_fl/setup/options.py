@@ -9,8 +9,9 @@ from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import knob_values, method_class, rule_of
+from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.settings import settings, value_of
-from atlas_fl.data.clients import ClientData
+from atlas_fl.data.clients import BY_CLASSES, ClientData
 from atlas_fl.data.task import Task
 from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
@@ -42,6 +43,20 @@ def lora_of(config: Config) -> LoraScale:
 def settings_for(config: Config, options: type) -> dict[str, Any]:
     """The values of this config's settings after which fields of an options class are named, by name."""
     return {field.name: value_of(config, field.name) for field in fields(options) if field.name in settings()}
+
+
+_DEALT = (
+    *("clients_per_task", "samples", "validation_samples", "test_samples", "partition", "dirichlet_alpha"),
+    *("seed", "shuffle_labels", "client_sizes", "test_mix"),
+)
+
+
+def dealing_of(config: Config) -> dict[str, Any]:
+    """The arguments with which `make_clients` deals out tasks under this config."""
+    values = {name: value_of(config, name) for name in _DEALT}
+    if config.images.nc == ALL_CLASSES:
+        return values
+    return {**values, "partition": BY_CLASSES, "classes_per_client": int(config.images.nc)}
 
 
 def strategy_of(config: Config) -> Method:
