@@ -16,8 +16,6 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -25,8 +23,8 @@ from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
+from atlas_fl.storage.hub import hub_fault
 
-REACH_SECONDS = 5
 FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
 """Files that a data set's folder in a directory of the user's may hold."""
 
@@ -63,7 +61,7 @@ def _find_tables(published: Published, source: Source) -> dict[str, Table]:
     tables = _read_cache(published)
     if tables is not None:
         return tables
-    reason = _unreachable()
+    reason = hub_fault()
     if reason is not None:
         raise _missing(published, folder, reason)
     import datasets
@@ -99,20 +97,6 @@ def _read_cache(published: Published) -> dict[str, Table] | None:
         return from_datasets(builder.as_dataset())
     except (ValueError, OSError):
         return None
-
-
-def _unreachable() -> str | None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        with urlopen(constants.ENDPOINT, timeout=REACH_SECONDS):
-            return None
-    except HTTPError:
-        return None  # an answer, whatever it says
-    except OSError as error:
-        return str(getattr(error, "reason", error))
 
 
 def _missing(published: Published, folder: Path | None, reason: str) -> DataError:
