@@ -161,7 +161,9 @@ def masks(options: cli.MasksOptions) -> int:
     check_same_model(own)
     mask = None if options.to is None else merge_masks(own, method=options.merge)
     show([_mask_table(own, list(files))])
-    show(f"figure: {path}" for path in _draw(own, folder=_figures(options, list(files))))
+    (first, *others) = files  # of one run the figures lie in its folder, of one file beside it
+    folder = Path(options.runs_dir) if others else first / "figures" if first.is_dir() else first.parent
+    show(f"figure: {path}" for path in _draw(own, folder=folder))
     if mask is not None and options.to is not None:
         write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
@@ -205,13 +207,6 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
     lines += [f"{number}: {path}" for number, path in enumerate(named, start=1)]
     columns = ("", "mask", "may move", "share", *numbers)
     return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
-
-
-def _figures(options: cli.MasksOptions, named: Sequence[Path]) -> Path:
-    """The folder of the figures: that of the one run, beside the one file, or where the runs lie."""
-    if len(named) > 1:
-        return Path(options.runs_dir)
-    return named[0] / "figures" if named[0].is_dir() else named[0].parent
 
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import torch
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, ridge_head
 from atlas_fl.client.job import Job, make_jobs
-from atlas_fl.client.options import RidgeOptions, ScaleOptions, SensitivityOptions
+from atlas_fl.client.options import RidgeOptions, ScaleOptions
 from atlas_fl.config import check_mask_file
 from atlas_fl.config.schema import SparseConfig, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
@@ -22,7 +22,7 @@ from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import strategy_of
+from atlas_fl.setup.options import sensitivity_options, strategy_of
 from atlas_fl.sparse import masks
 from atlas_fl.sparse.codec import mask_size, values_size
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
@@ -154,12 +154,7 @@ def _calibrate_body_mask(
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
     sparse, messages, body = assembly.config.sparse, list[LedgerRow](), _body_params(assembly, initial_models)
-    options = SensitivityOptions(
-        seed=assembly.config.run.seed,
-        examples=sparse.calibration_examples,
-        labels=sparse.fisher_labels,
-        names=tuple(body),
-    )
+    options = sensitivity_options(assembly.config, body)
     count = min(sparse.calibration_clients, len(assembly.names))
     drawn = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
     scorers = [assembly.names[index] for index in sorted(drawn)]

@@ -1,12 +1,12 @@
 """From a config to the options of clients, rules, cuts and attackers, and to the clients that a round samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypedDict
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import knob_values, method_class, rule_of
 from atlas_fl.config.schema import ALL_CLASSES
@@ -204,6 +204,22 @@ def warmup_options(config: Config) -> TrainOptions:
         clip=config.training.clip,
         **optimizer_options(config, config.optimizer(images=False)),
     )
+
+
+IMPORTANCE_BATCHES = 4
+"""Batches on which importance is measured."""
+
+
+def importance_options(config: Config) -> ImportanceOptions:
+    """The options with which clients measure the importance of layers."""
+    return ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES)
+
+
+def sensitivity_options(config: Config, names: Iterable[str]) -> SensitivityOptions:
+    """The options of scores for the mask over these parameters."""
+    sparse = config.sparse
+    examples, labels = sparse.calibration_examples, sparse.fisher_labels
+    return SensitivityOptions(seed=config.run.seed, examples=examples, labels=labels, names=tuple(names))
 
 
 def warmup_rank(config: Config) -> int:
