@@ -127,6 +127,9 @@ def _plan_newcomer(
         client = fit_clients(extended, discovery.labels, importance)[0][-1]
         (warmed_model,) = initial_models(extended.only_last(), discovery.warmed_models, [client.ranks]).values()
         model = without_private(extended, warmed_model, cut_of(extended.config, client.cut))
+    where = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
+    if neighbours := [name for name, weight in zip(extended.names, edges) if weight > 0]:
+        where += f", beside {', '.join(neighbours)}"
     plan = replace(
         planned.plan,
         clients=assign_hosts(extended, (*planned.plan.clients, client)),
@@ -134,7 +137,7 @@ def _plan_newcomer(
         importance=importance,
         clustering=discovery.report,
         data=label_statistics(extended.clients),
-        notes=(*planned.plan.notes, _join_note(client, edges, extended.names, number=number)),
+        notes=(*planned.plan.notes, f"{client.name} joins before round {number}: {where}"),
     )
     planned = replace(
         planned,
@@ -163,10 +166,3 @@ def _plan_whole_model(
         messages += mask_messages(newcomer, body)
     (client_plan,) = full_client_plans(newcomer, models, planned.mask, discovery.labels[-1:])
     return client_plan, models[client.name], messages
-
-
-def _join_note(client: ClientPlan, edges: np.ndarray, names: Sequence[str], *, number: int) -> str:
-    neighbours = [name for name, weight in zip(names, edges) if weight > 0]
-    cluster = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
-    suffix = f", beside {', '.join(neighbours)}" if neighbours else ""
-    return f"{client.name} joins before round {number}: {cluster}{suffix}"

@@ -108,14 +108,13 @@ class ClientMetadata:
 def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     """The metadata that this client sends to the server: plain data for strict JSON."""
     task = client.task
-    rows: dict[Split, Any] = {"train": client.train, "validation": client.validation, "test": client.test}
     metadata = ClientMetadata(
         **asdict(labels_of_task(task)),
         task=task.name,
         max_length=task.max_length,
-        examples={split: len(split_rows) for split, split_rows in rows.items()},
-        labels={split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
-        lengths={split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
+        examples={split: len(rows) for split, rows in client.splits.items()},
+        labels={split: _spread(rows.label, task) for split, rows in client.splits.items()},
+        lengths={split: _lengths(rows) for split, rows in tokens.splits.items()},
         left_out=client.left_out,
     )
     return asdict(metadata)
