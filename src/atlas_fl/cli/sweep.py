@@ -31,12 +31,7 @@ from atlas_fl.experiment.sweep import (
 )
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
-from atlas_fl.report.comparison_tables import (
-    first_tables,
-    method_tables,
-    statistics_files,
-    task_table,
-)
+from atlas_fl.report.comparison_tables import first_tables, method_tables, statistics_files, task_table
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import VARIED, federation_results

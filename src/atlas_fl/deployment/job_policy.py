@@ -17,13 +17,7 @@ from torch import Tensor
 
 from atlas_fl.client.calibration import SCALED_BY
 from atlas_fl.client.job import Job
-from atlas_fl.client.options import (
-    EvaluateOptions,
-    FingerprintOptions,
-    RidgeOptions,
-    ScaleOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, RidgeOptions, ScaleOptions, TrainOptions
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting

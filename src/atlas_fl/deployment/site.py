@@ -52,12 +52,7 @@ from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
-from atlas_fl.runtime.protocol.private_params import (
-    Owner,
-    PrivateParamStore,
-    check_store,
-    clear_store,
-)
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head

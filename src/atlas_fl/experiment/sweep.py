@@ -20,16 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from atlas_fl.config import (
-    Config,
-    config_hash,
-    parse_config,
-    pin_mask_file,
-    run_folder,
-    to_toml,
-    validate,
-    with_values,
-)
+from atlas_fl.config import Config, config_hash, parse_config, pin_mask_file, run_folder, to_toml, validate, with_values
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
