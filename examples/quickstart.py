@@ -23,7 +23,7 @@ def main(preset: str) -> None:
         scores = result.summary["overall"]["final"]["test"]
         print(f"{strategy}: test score {scores['primary']:.3f}, {result.summary['bytes']['total']:,} bytes sent")
 
-    report = audit_run(folders["atlas"][0], [folders["local"][0]])
+    report = audit_run(folders["atlas"][0])
     print(f"audit: {len(report.rows)} checks, {len(report.failures)} failed")
     for name, row in compare_methods(folders).rows.items():
         described = row.statistics

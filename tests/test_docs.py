@@ -417,7 +417,7 @@ def test_every_promise_is_kept_by_a_test_or_said_to_be_open() -> None:
 def test_the_site_has_every_command_setting_public_name_and_document() -> None:
     commands, all_settings, public = site.commands_page(), site.settings_page(), site.api_page()
     assert re.findall("^## atlas (.+)$", commands, re.MULTILINE) == list(COMMANDS)
-    assert {flag for flag in FLAG.findall(commands) if flag in known_flags(COMMANDS["watch"].options)} >= {"--host"}
+    assert {flag for flag in FLAG.findall(commands) if flag in known_flags(COMMANDS["serve"].options)} >= {"--host"}
     assert re.findall("^\\| `(--[a-z0-9-]+)", all_settings, re.MULTILINE) == [one.flag for one in settings().values()]
     assert re.findall("::? atlas_fl\\.(\\w+)$", public, re.MULTILINE) == sorted(dir(atlas_fl), key=str.lower)
     lines = set((site.SITE / "index.md").read_text(encoding="utf-8").splitlines())

@@ -39,7 +39,6 @@ FIRST = (
     "report/results_page.md.jinja",
     "report/html/page.css",
     "report/html/page.js",
-    "report/html/live.js",
     "report/html/charts.yaml",
     "storage/assets.toml",
     "storage/dinov2/config.json",
@@ -158,7 +157,7 @@ def run_in_new_environment(wheel: Path, folder: Path, *, python: str) -> None:
     _step("installed", [bin_dir / "python", "-m", "tools.install", wheel, "base"], cwd=ROOT)
     atlas = bin_dir / "atlas"
     _step("fetched", [atlas, "fetch", "embedded"], cwd=folder)
-    _step("looked at", [atlas, "doctor", "--no-measure"], cwd=folder)
+    _step("looked at", [atlas, "doctor"], cwd=folder)
     _step("run", [atlas, "run", "--preset", "smoke", "--name", "smoke"], cwd=folder)
     _step("reported", [atlas, "report", "smoke", "--page-only"], cwd=folder)
     extras = ",".join(project()["optional-dependencies"])

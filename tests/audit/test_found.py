@@ -47,6 +47,18 @@ def test_a_tiny_step_that_is_left_out_is_found_by_its_bits(tmp_path):
     assert {row.client for row in only(report, "moved", round=1)} == set(CLIENTS) - {"pairs-0"}
 
 
+@pytest.mark.parametrize("eta", [0.1, 0.5])
+def test_the_step_that_moved_nothing_would_have_been_found(tmp_path, eta):
+    """The earlier system's results for eta = 0, 0.1 and 0.5 were the same to the last bit."""
+    nothing = MixingConfig(strategy="atlas_laplacian", eta=0.0)
+    assert only(audit_run(write_run(tmp_path / "run", replace(nothing, eta=eta), real=nothing)), "moved")
+
+
+def test_a_run_under_another_name_is_found(tmp_path):
+    assert audit_run(write_run(tmp_path / "local", MixingConfig(strategy="local"))).ok
+    assert only(audit_run(write_run(tmp_path / "atlas", real=MixingConfig(strategy="local"))), "moved")
+
+
 def test_clients_that_go_on_with_what_they_trained_are_found(run):
     own = load_file(run / "audit" / "round-0001" / "trained.safetensors")
     params = {key.split("/", 1)[1]: tensor for key, tensor in own.items() if key.startswith("trec-0/")}

@@ -92,8 +92,6 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(atlas,
         (["run-42", "--merge", "mean", "--to", "x"], "--merge: 'mean' is not one of none, union, intersection"),
         (["run-42", "--merge", "union", "--to", "no/such/folder/x"], "--to is no/such/folder/x; allowed: a file in a"),
         (["run-42", "run-456", "--merge", "intersection", "--to", "x.safetensors"], "the intersection of these 2"),
-        (["run-42", "run-123", "--clients", "2"], "--clients is for the clients of one run, and 2 masks are named"),
-        (["run-42", "--clients", "2"], "has --mask random; give a run with --mask least_sensitive or most_sensitive"),
         (["run-42", "OTHER"], "are masks of different models: the mask has none for 'encoder.layer.0.w'"),
     ],
 )

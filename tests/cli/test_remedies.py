@@ -80,7 +80,6 @@ EXPLAINED = {
         "atlas results",
         "atlas join",
         "atlas serve",
-        "atlas watch",
         "atlas serve --again {}",
         "atlas sweep --lambda-sweep",
     ),

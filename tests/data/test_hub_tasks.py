@@ -193,7 +193,9 @@ def test_a_data_set_of_the_hub_is_read_as_a_file_of_one_s_own(cached_help: Path,
         rows = [data.train, data.validation, data.test]
         assert sum(len(part) for part in rows) == (32 if train == 24 else 6)
         assert "train 1" in str(data.train) if train == 24 else "extra" in str(data.train)
-        for path in (path for path in cached_help.glob("*___*") if path.is_dir()):  # the second time it is in our own cache
+        for path in (
+            path for path in cached_help.glob("*___*") if path.is_dir()
+        ):  # the second time it is in our own cache
             shutil.rmtree(path)
 
 

@@ -35,9 +35,10 @@ def test_what_is_here_is_what_the_metadata_and_the_machine_say(found: Installati
     installed = {package.name: package.installed for package in found.packages}
     assert installed["torch"] == metadata.version("torch")
     assert all(package.fits for package in found.packages)
-    assert [package.name for package in found.extras["search"]] == ["optuna"]
-    assert [folder.path for folder in found.folders] == [tmp_path / "runs", tmp_path / "cache"]
-    assert all(folder.free_bytes > 0 for folder in found.folders)
+    assert {name: path for name, (path, _) in found.folders.items()} == {
+        name: tmp_path / name for name in ("runs", "cache")
+    }
+    assert all(free > 0 for _, free in found.folders.values())
 
 
 def test_an_empty_cache_is_a_line_for_each_embedded_part_and_none_for_the_optional_ones(found: Installation) -> None:

@@ -22,7 +22,6 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
-from atlas_fl.report.html.live import find_places, list_text, page_text, state_of
 from tests.runs.finished import FinishedRuns
 
 SECONDS = 120
@@ -135,25 +134,15 @@ def entries(folder: Path) -> list[str]:
     return [*there, *(name for name in DRAFTS if name not in there)]
 
 
-def watched(folder: Path) -> int:
-    """The list and the page of `atlas watch`."""
-    places = find_places([folder])
-    state = state_of(places)
-    list_text(places, state)
-    page_text(folder, state)
-    return 0
-
-
 COMMANDS: dict[str, tuple[str, Callable[[Path, Path], int]]] = {
     "report": ("complete", lambda run, _: main(["report", str(run), "--page-only"])),
     "results": ("complete", lambda run, _: main(["results", str(run.parent)])),
     "audit": ("complete", lambda run, _: main(["audit", str(run)])),
-    "watch": ("complete", lambda run, _: watched(run)),
     "export": ("complete", lambda run, to: main(["export", str(run), "--client", "0", "--to", str(to / "exported")])),
     "masks": ("complete", lambda run, _: main(["masks", str(run)])),
     "resume": ("begun", lambda run, _: main(["resume", str(run)])),
     "resume of a complete one": ("complete", lambda run, _: main(["resume", str(run)])),
-    "watch of one that goes on": ("begun", lambda run, _: watched(run)),
+    "report of one that goes on": ("begun", lambda run, _: main(["report", str(run), "--page-only"])),
 }
 
 

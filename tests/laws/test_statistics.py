@@ -23,7 +23,7 @@ def compare(first, second):
 
 
 def described_by(scores):
-    return describe_method(scores, tasks=["a"] * scores.shape[1], rng=np.random.default_rng(0))
+    return describe_method(scores)
 
 
 @given(case=tables())
@@ -33,10 +33,8 @@ def test_the_other_way_round_a_comparison_is_mirrored(case) -> None:
     one, other = compare(first, second), compare(second, first)
     assert one.mean == -other.mean and one.interval == pytest.approx((-other.interval[1], -other.interval[0]))
     assert (one.sign_flip_p, one.wilcoxon_p) == (other.sign_flip_p, other.wilcoxon_p)
-    assert one.probability_of_improvement == pytest.approx(1 - other.probability_of_improvement)
     mirrored = (other.bayesian.right, other.bayesian.rope, other.bayesian.left)
     assert (one.bayesian.left, one.bayesian.rope, one.bayesian.right) == pytest.approx(mirrored)
-    assert one.seeds_needed == other.seeds_needed
 
 
 @given(case=tables(), shift=st.integers(-20, 20))
@@ -58,7 +56,7 @@ def test_the_order_of_seeds_changes_nothing(case) -> None:
     first, second = scores[:2].mean(axis=2)
     order = rng.permutation(len(first))
     plain, permuted = compare(first, second), compare(first[order], second[order])
-    for name in ("mean", "effect_size", "sign_flip_p", "wilcoxon_p", "least_p", "probability_of_improvement"):
+    for name in ("mean", "effect_size", "sign_flip_p", "wilcoxon_p", "least_p"):
         assert getattr(permuted, name) == pytest.approx(getattr(plain, name)), name
 
 
@@ -80,11 +78,8 @@ def test_the_lowest_client_is_below_the_lowest_third_and_that_below_the_mean(cas
     described = described_by(scores[0])
     assert described.worst_client <= described.lowest_third + 1e-12 and described.lowest_third <= described.mean + 1e-12
     assert described.interval[0] <= described.mean <= described.interval[1]
-    means = scores[0].mean(axis=1)
-    low, high = described.interquartile_interval
-    assert means.min() - 1e-12 <= low <= high <= means.max() + 1e-12
     permuted = described_by(scores[0][:, rng.permutation(scores.shape[2])])
-    for name in ("mean", "std", "worst_client", "lowest_third", "interquartile_mean"):
+    for name in ("mean", "std", "worst_client", "lowest_third"):
         assert getattr(permuted, name) == pytest.approx(getattr(described, name)), name
 
 

@@ -93,7 +93,7 @@ def test_a_damaged_weights_file_is_a_model_error(copy_of) -> None:
 
 
 def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "is_hub_reachable", lambda: False)
+    monkeypatch.setattr(files, "hub_fault", lambda: "no network")
     began = time.monotonic()
     with pytest.raises(ModelError, match=r"model 'nobody/no-such-model' .* could not be loaded") as error:
         load_backbone("nobody/no-such-model")

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
-from atlas_fl.models import registry
 from atlas_fl.models.registry import FAMILIES, MODELS, VISION_FAMILIES, Family, head_shapes, locate_model, suggested_lr
 from atlas_fl.params import is_last_layer
 
@@ -42,17 +41,6 @@ def test_the_embedded_model_says_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch
 def test_the_learning_rate_of_a_model_that_is_not_registered_is_berts() -> None:
     assert suggested_lr("minilm") == 1e-3
     assert suggested_lr("owner/model") == suggested_lr("bert") == 3e-4
-
-
-def test_a_hub_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(registry, "getproxies", dict)
-    monkeypatch.setattr(registry, "ENDPOINT", "http://127.0.0.1:9")  # the port of `discard`, where nobody listens
-    assert not registry.is_hub_reachable(timeout_seconds=0.5)
-    monkeypatch.setattr(registry, "getproxies", lambda: {"https": "http://proxy:3128"})
-    assert registry.is_hub_reachable()
-    monkeypatch.setattr(registry, "HF_HUB_OFFLINE", True)
-    assert not registry.is_hub_reachable()
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "./" + "y" * 300])

@@ -12,7 +12,6 @@ import torch
 from atlas_fl.config import to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.summary import summarise
-from atlas_fl.report import statistics
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.results_page import write_page
@@ -215,13 +214,6 @@ def write_run(path: Path, scene: Scenario) -> Path:
 def make_run(tmp_path) -> Callable[..., Path]:
     """Writes the folder of an invented run: `make_run("name", rounds=3, refused=True)`."""
     return lambda name="run", **changes: write_run(tmp_path / name, Scenario(**changes))
-
-
-@pytest.fixture(autouse=True)
-def _few_draws(request, monkeypatch) -> None:
-    """Fewer draws of the bootstrap, of which tests/report/test_statistics.py has all."""
-    if request.path.name != "test_statistics.py":
-        monkeypatch.setattr(statistics, "RESAMPLES", 2_000)
 
 
 SMALL = {"tasks": 2, "clients_per_task": 2, "rounds": 2}

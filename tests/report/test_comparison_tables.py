@@ -105,7 +105,7 @@ def test_every_field_of_a_method_is_in_every_file(comparison, form: str, path: t
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("path", list(leaves(PairedComparison)), ids=".".join)
 def test_every_field_of_a_pair_is_in_every_file(comparison, form: str, path: tuple[str, ...]) -> None:
-    pair = replace(comparison.pairs["fedavg"], adjusted_p=0.5, seeds_needed=40)
+    pair = replace(comparison.pairs["fedavg"], adjusted_p=0.5)
     base = replace(comparison, pairs={**comparison.pairs, "fedavg": pair})
     other = replace(comparison, pairs={**comparison.pairs, "fedavg": changed(pair, path)})
     assert FORMATS[form](other) != FORMATS[form](base)
@@ -135,15 +135,11 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n fedavg_cluster_prior ") == 7, "a table that does not fit would fold the name"
     for heading in (
-        "95% by",
         "calibration",
-        "stratified",
         "FedAvg",
         "steps",
         "guess",
         "coxon",
-        "beats",
-        "P (run",
         "worse",
         "equal",
         "better",

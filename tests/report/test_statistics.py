@@ -1,4 +1,4 @@
-"""Statistics over seeds against hand numbers, scipy's own tests, baycomp, rliable and simulations."""
+"""Statistics over seeds against hand numbers, scipy's own tests, baycomp and simulations."""
 
 from itertools import product
 
@@ -8,16 +8,13 @@ from scipy import stats
 
 from atlas_fl.report.statistics import (
     bayesian_signed_rank,
-    bootstrap_interval,
     compare_pair,
     compare_with_control,
     describe_method,
     holm,
     hurt_share,
     least_sign_flip_p,
-    probability_of_improvement,
     round_scores,
-    seeds_needed,
     sign_flip_p,
     signed_rank_p,
     t_interval,
@@ -38,24 +35,22 @@ def accuracies(source, size, rows=200):
 
 def test_a_method_by_hand() -> None:
     fedavg = np.array([[0.7, 0.7, 0.7, 0.7], [0.6, 0.6, 0.8, 0.7]])
-    described = describe_method(fedavg, baseline=LOCAL, tasks=["a", "b", "a", "b"], rng=rng())
+    described = describe_method(fedavg, baseline=LOCAL)
     assert (described.seeds, described.clients) == (2, 4)
     assert described.mean == pytest.approx((0.7 + 0.675) / 2)
     assert described.std == pytest.approx(0.025 / np.sqrt(2))
     # t_.975 with one degree of freedom is 12.706; the standard error is .0125
     assert described.interval == pytest.approx((0.6875 - 0.15883, 0.6875 + 0.15883), abs=1e-5)
-    # by task and seed .7, .7 and .7, .65: the middle two of four
-    assert described.interquartile_mean == pytest.approx(0.7)
     assert described.worst_client == pytest.approx(0.65)
     assert described.lowest_third == pytest.approx((0.7 + 0.6) / 2)  # two of four clients
     assert described.hurt == pytest.approx(3 / 8)  # clients 2 and 3 of the first seed, 3 of the second
 
 
 def test_one_seed_has_no_spread_and_no_interval() -> None:
-    described = describe_method(LOCAL[:1], tasks=["a"] * 4, rng=rng())
+    described = describe_method(LOCAL[:1])
     assert described.mean == pytest.approx(0.75)
-    assert [described.std, described.interval, described.interquartile_interval, described.hurt] == [None] * 4
-    assert describe_method(LOCAL[:1, :3], tasks=["a"] * 3, rng=rng()).lowest_third == pytest.approx(0.6)  # one of three
+    assert [described.std, described.interval, described.hurt] == [None] * 3
+    assert describe_method(LOCAL[:1, :3]).lowest_third == pytest.approx(0.6)  # one of three
 
 
 def test_scores_that_differ_by_rounding_alone_hurt_nobody() -> None:
@@ -67,62 +62,6 @@ def test_the_t_interval_is_scipys() -> None:
     values = rng(1).normal(0.8, 0.02, 7)
     reference = stats.ttest_1samp(values, 0).confidence_interval()
     assert t_interval(values) == pytest.approx((reference.low, reference.high))
-
-
-RUNS = np.array([
-    [0.584, 0.634, 0.798, 0.913],
-    [0.623, 0.705, 0.794, 0.876],
-    [0.615, 0.782, 0.803, 0.863],
-    [0.581, 0.780, 0.802, 0.848],
-    [0.598, 0.642, 0.794, 0.885],
-    [0.586, 0.728, 0.799, 0.882],
-    [0.608, 0.741, 0.784, 0.892],
-    [0.580, 0.691, 0.787, 0.901],
-    [0.599, 0.685, 0.790, 0.888],
-    [0.578, 0.632, 0.802, 0.867],
-])  # fmt: skip
-OTHER_RUNS = np.array([
-    [0.633, 0.736, 0.800, 0.888],
-    [0.588, 0.702, 0.820, 0.820],
-    [0.605, 0.687, 0.830, 0.845],
-    [0.625, 0.645, 0.817, 0.855],
-    [0.639, 0.728, 0.844, 0.899],
-    [0.627, 0.742, 0.814, 0.878],
-    [0.637, 0.680, 0.822, 0.879],
-    [0.622, 0.682, 0.818, 0.887],
-])  # fmt: skip
-
-
-def test_the_interquartile_mean_and_its_interval_are_rliables() -> None:
-    """rliable 1.2.0, `aggregate_iqm` and `get_interval_estimates` with 100,000 repetitions."""
-    described = describe_method(RUNS, tasks=list("abcd"), rng=rng())
-    assert described.interquartile_mean == pytest.approx(0.74865)
-    assert described.stratified_interval == pytest.approx((0.73225, 0.76530), abs=5e-4)
-    assert bootstrap_interval(RUNS, rng=rng()) == pytest.approx((0.73225, 0.76530), abs=5e-4)
-
-
-def test_the_probability_of_improvement_is_rliables_and_scipys() -> None:
-    """rliable 1.2.0, `probability_of_improvement`: the mean over four tasks."""
-    assert probability_of_improvement(RUNS, OTHER_RUNS) == pytest.approx(0.321875)
-    tied, other = accuracies(rng(2), 9, rows=5), accuracies(rng(3), 6, rows=5)
-    reference = stats.mannwhitneyu(tied, other).statistic / (9 * 6)
-    assert probability_of_improvement(tied, other) == pytest.approx(reference)
-    # .5 beats .4 and ties with .5; .3 loses to both: 1.5 of 4
-    assert probability_of_improvement(np.array([0.5, 0.3]), np.array([0.4, 0.5])) == pytest.approx(1.5 / 4)
-
-
-def test_tasks_that_share_their_seeds_need_seeds_resampled_whole(monkeypatch) -> None:
-    """Where a good seed is good for all tasks, drawing inside each task promises 95% and holds far less."""
-    monkeypatch.setattr("atlas_fl.report.statistics.RESAMPLES", 400)
-    covered = {True: 0, False: 0}
-    for table in range(150):
-        source = rng([7, table])
-        runs = source.normal(0, 1, (10, 1)) + source.normal(0, 0.3, (10, 4))
-        for whole in covered:
-            low, high = bootstrap_interval(runs, rng=source, whole_seeds=whole)
-            covered[whole] += low <= 0 <= high
-    assert covered[True] >= 0.85 * 150
-    assert covered[False] <= 0.75 * 150
 
 
 @pytest.mark.parametrize("pairs", range(1, 11))
@@ -209,33 +148,6 @@ def test_without_a_rope_two_equal_methods_are_as_likely_better_as_worse() -> Non
     assert (posterior.left, posterior.rope, posterior.right) == (0.5, 0.0, 0.5)
 
 
-@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (-0.8, 15), (1e9, 2), (0.05, None), (0.0, None)])
-def test_needed_seeds_are_the_published_ones(effect, seeds) -> None:
-    """199, 34 and 15 pairs for a small, a medium and a large effect: G*Power, paired t, two-sided, .05, power .8."""
-    assert seeds_needed(effect) == seeds
-
-
-def test_a_larger_effect_never_needs_more_seeds() -> None:
-    needed = [seeds_needed(effect) or 1001 for effect in np.geomspace(0.05, 1e9, 400)]
-    assert needed == sorted(needed, reverse=True) and (needed[0], needed[-1]) == (1001, 2)
-
-
-def test_without_an_effect_the_power_of_both_tails_is_the_level() -> None:
-    assert seeds_needed(0.0, power=0.0499) == 2 and seeds_needed(0.0, power=0.0501) is None
-
-
-@pytest.mark.parametrize("effect", [0.6, 1.1])
-def test_so_many_seeds_have_the_power_and_one_fewer_has_not(effect) -> None:
-    needed = seeds_needed(effect)
-    powers = {}
-    for seeds in (needed - 1, needed):
-        studies = rng(seeds).normal(effect, 1, (60_000, seeds))
-        powers[seeds] = (stats.ttest_1samp(studies, 0, axis=1).pvalue <= 0.05).mean()
-    assert powers[needed - 1] < 0.8 + 0.005  # the error of a simulated power is .0016
-    assert powers[needed] > 0.8 - 0.005
-    assert powers[needed] > powers[needed - 1]
-
-
 def test_holm_by_hand() -> None:
     """Sorted .005, .01, .03, .04 times 4, 3, 2, 1 are .02, .03, .06 and .04, which may not fall below .06."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -255,16 +167,14 @@ def test_a_pair_by_hand() -> None:
     assert pair.interval == pytest.approx(tuple(reference.confidence_interval()))
     assert pair.sign_flip_p == pair.least_p == 1 / 8
     assert pair.wilcoxon_p == pytest.approx(1 / 8) and pair.adjusted_p is None
-    assert pair.probability_of_improvement == 10 / 16  # .82 beats four, .73 three, .61 two and .52 one
-    assert pair.seeds_needed == 4
 
 
 def test_one_seed_says_nothing_and_equal_differences_have_no_effect_size() -> None:
     alone = compare_pair(np.array([0.9]), np.array([0.5]), rng=rng())
-    assert (alone.interval, alone.effect_size, alone.seeds_needed) == (None, None, None)
+    assert (alone.interval, alone.effect_size) == (None, None)
     assert alone.sign_flip_p == alone.wilcoxon_p == alone.least_p == 1
     equal = compare_pair(np.array([0.9, 0.7]), np.array([0.8, 0.6]), rng=rng())
-    assert (equal.effect_size, equal.seeds_needed) == (None, None)
+    assert equal.effect_size is None
 
 
 def test_clients_are_averaged_before_they_are_compared() -> None:
@@ -321,6 +231,5 @@ def test_the_whole_comparison_sees_what_was_planted_and_what_is_practically_equa
         pairs["atlas"].adjusted_p == pytest.approx(2 * pairs["atlas"].sign_flip_p) and pairs["atlas"].adjusted_p < 0.01
     )
     assert pairs["atlas"].interval[0] > 0.02 and pairs["atlas"].bayesian.right > 0.95
-    assert pairs["atlas"].probability_of_improvement > 0.75 and pairs["atlas"].seeds_needed <= 10
     assert pairs["fedavg"].adjusted_p > 0.05 and pairs["fedavg"].bayesian.rope > 0.95
     assert compare_with_control(scores, control="local", seed=1) == pairs

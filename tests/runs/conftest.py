@@ -14,13 +14,10 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil,
 from atlas_fl.config import Config, DataConfig, MixingConfig, RunConfig, TrainingConfig, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.schema import ClusteringConfig, ModelConfig, RanksConfig
-from atlas_fl.deployment import job_policy
-from atlas_fl.experiment import run_time
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_image_backbone
 from atlas_fl.params import Params, digest
-from atlas_fl.planning import ranks_and_cuts
 from atlas_fl.runtime.reuse import MAX_BYTES, REUSED_RESULTS
 from atlas_fl.setup import assembly
 from atlas_fl.storage.assets import asset_dir, embedded_dir
@@ -89,8 +86,7 @@ def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         starts_programs = any("programs" in item.fixturenames for item in module)
         if not starts_programs and not request.module.__name__.endswith(PLAN_ANEW):
-            for place in (ranks_and_cuts, run_time, job_policy):
-                patch.setattr(place, "IMPORTANCE_BATCHES", 1)
+            patch.setattr("atlas_fl.setup.options.IMPORTANCE_BATCHES", 1)
         yield
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from atlas_fl.config import Config, run_folder, to_toml, with_values
 from atlas_fl.experiment.run import RunResult, run_config
-from atlas_fl.planning import ranks_and_cuts
+from atlas_fl.setup import options
 from atlas_fl.storage.jsonl import read_json, write_json
 
 Make = Callable[..., Config]
@@ -37,7 +37,7 @@ class FinishedRuns:
         Runs differ by every setting but folder and name, so by `audit` and `max_rounds` too, which are no part of the
         hash, and by the batches of their planning (`importance_is_measured_on_one_batch`).
         """
-        settings = f"{ranks_and_cuts.IMPORTANCE_BATCHES}\n{to_toml(_placed(config, self.folder))}"
+        settings = f"{options.IMPORTANCE_BATCHES}\n{to_toml(_placed(config, self.folder))}"
         original = self.folder / sha256(settings.encode()).hexdigest()[:16]
         with locked(original.with_suffix(".lock")):
             if not original.exists():

@@ -24,7 +24,6 @@ from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.rounds import round_participants
 from atlas_fl.experiment.run import resume_run, run_config
-from atlas_fl.experiment.task_arithmetic import masks_by_client
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.masks import fit_heads_and_mask
@@ -34,7 +33,6 @@ from atlas_fl.report.tables import plan_tables
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
-from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns, Make
@@ -317,28 +315,6 @@ def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Mak
     assert resume_run(begun.folder).complete
     file.unlink()
     assert resume_run(other.folder).complete, "a run has a copy of its own"
-
-
-@pytest.mark.slow
-def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
-    settings = {
-        **{"mask": "least_sensitive", "rounds": 1, "audit": False, "participation": 0.25, "calibration_examples": 8}
-    }
-    together = run_config(config(name="together", **settings))
-    alone = run_config(config(name="alone", calibration_clients=1, **settings))
-    (scorer,) = {
-        row["client"] for row in rows(alone.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "up")
-    }
-    found = masks_by_client(RunFolder(together.folder), clients=8)
-    assert len(found) == 8 and scorer in found
-    made = {
-        key: own for key, own in load_file(alone.folder / "mask.safetensors").items() if not key.startswith("head.")
-    }
-    assert same_tensors(dict(found[scorer]), made)
-    shared = overlap(list(found.values()))
-    assert 0.05 < shared[0, 1] < 1, "clients agree in part"
-    with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
-        masks_by_client(RunFolder(together.folder), clients=9)
 
 
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make, finished: FinishedRuns) -> None:

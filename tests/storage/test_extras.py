@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from atlas_fl.experiment.installation import inspect_installation
 from atlas_fl.storage import extras
 from atlas_fl.storage.extras import install_command
 
@@ -37,11 +36,6 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
 def test_no_message_offers_an_index_that_has_no_release() -> None:
     paths = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs/guides").glob("*.md"), ROOT / "README.md"]
     assert [str(path) for path in paths if re.search(r"pip install '?atlas-fl", path.read_text())] == []
-
-
-def test_doctor_names_the_packages_of_every_extra(tmp_path) -> None:
-    found = inspect_installation(runs_dir=tmp_path / "runs")
-    assert found.extras.keys() == {name.replace("_", "-") for name in DECLARED}
 
 
 def test_without_an_installation_the_sources_are_named(monkeypatch) -> None:

@@ -1,12 +1,6 @@
-"""The audit of a run, round by round and client by client (`audit_run`), and of several runs side by side.
-
-The run of its clients alone is audited with it. Several runs that differ in a decisive setting must not have ended with
-the same models.
-"""
+"""The audit of a run, round by round and client by client (`audit_run`); that of its clients alone goes with it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +20,6 @@ from atlas_fl.params import HEAD, PRIVATE, digest, with_frozen
 from atlas_fl.storage.digests import find_faults
 from atlas_fl.storage.run_folder import RunFolder
 
-DECISIVE = {
-    "data": ("tasks", "task", "clients_per_task", "samples", "partition", "shuffle_labels"),
-    "model": ("model", "dropout", "precision", "init_adapter"),
-    "training": ("local_epochs", "batch_size", "lr", "schedule", "weight_decay"),
-    "run": ("seed",),
-}
-"""Settings that cannot change without changing the models. Settings that may turn out to say the same (a cluster
-search that finds the true tasks, a clip that never binds) are judged by what follows from them."""
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
 
@@ -41,18 +27,17 @@ OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErr
 """Errors in which content may end that is known not to be what was written; of other content they are our own."""
 
 
-def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
-    """Every check of every round of these runs, and that runs which should differ ended differently.
+def audit_run(run_dir: Path | str, *, on_event: OnEvent = ignore) -> AuditReport:
+    """Every check of every round of this run, and of that of its clients alone where that has a plan.
 
-    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
+    Raises CheckpointError where the folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
     file that is known to be damaged is a row instead.
     """
     rows: list[AuditRow] = []
-    runs: list[Run] = []
     unseen: list[str] = []
     unchecked: list[str] = []
-    folders = [RunFolder(Path(path)) for path in (run_dir, *others)]
-    for path in (inner for folder in folders for inner in (folder.path, folder.alone) if is_audited(folder, inner)):
+    folder = RunFolder(Path(run_dir))
+    for path in (folder.path, *([folder.alone] if RunFolder(folder.alone).is_run() else [])):
         damage = list(damaged_files(path))
         rows += damage
         try:
@@ -64,14 +49,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             if not damage:
                 raise
             rows.append(AuditRow("files", "", str(error), run=path.name))
-        else:
-            runs += [] if damage else [run]
-    return AuditReport(rows=(*rows, *_compare_runs(runs)), unseen=tuple(unseen), unchecked=tuple(unchecked))
-
-
-def is_audited(folder: RunFolder, inner: Path) -> bool:
-    """Return whether this is the run itself, or the run of its clients alone where that has a plan."""
-    return inner == folder.path or RunFolder(inner).is_run()
+    return AuditReport(rows=tuple(rows), unseen=tuple(unseen), unchecked=tuple(unchecked))
 
 
 def damaged_files(path: Path) -> Iterator[AuditRow]:
@@ -95,35 +73,6 @@ def _unchecked(run: Run) -> Iterator[str]:
             f"{run.path.name}: --strategy {run.mixing.strategy} is a plug-in's, for which there is no second formula:"
             f" {server_step}; records, names, what clients loaded, norms and bytes were checked as ever"
         )
-
-
-def _compare_runs(runs: Sequence[Run]) -> Iterator[AuditRow]:
-    """A row for each pair of runs that ended alike: all that a run did has to follow from the settings of the other.
-
-    Without a second formula of a method nobody knows what does.
-    """
-    known = [run for run in runs if formula_of(run).is_known]
-    ends = {id(run): {client: digest(params) for client, params in run.end().items()} for run in known}
-    for one, other in combinations(known, 2):
-        fault = ""
-        if ends[id(one)] == ends[id(other)] and not _may_end_alike(one, other):
-            fault = f"ends with the very models of {other.path.name}, yet it should differ"
-        yield AuditRow("different", "", fault, run=one.path.name)
-
-
-def _may_end_alike(one: Run, other: Run) -> bool:
-    """Return whether these runs agree in what is decisive, and the files of one follow from settings and plans of both.
-
-    A record says what it was told to do, which is another thing under other settings.
-    """
-    decisive = [
-        [getattr(getattr(run.settings, group), name) for group in DECISIVE for name in DECISIVE[group]]
-        for run in (one, other)
-    ]
-    if decisive[0] != decisive[1]:
-        return False
-    swapped = (replace(files, settings=run.settings, plans=run.plans) for run, files in ((one, other), (other, one)))
-    return all(row.ok or row.check == "record" for run in swapped for row in RunCheck(run).rows(ignore))
 
 
 class RunCheck:

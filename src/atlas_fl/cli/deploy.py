@@ -58,17 +58,14 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _server_hash(file: str) -> str:
-    """The hash of the settings that `atlas serve` has with this file."""
-    return pinned_hash(base_config([Words("--config", (file,))], implied=cli.ServeOptions.implied))
-
-
 def join(options: cli.JoinOptions) -> int:
     """Take part as these words say; 0."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
     settings = options.config
-    pinned = None if settings is None else _server_hash(settings)
+    pinned = None
+    if settings is not None:  # the hash of the settings that `atlas serve` has with this file
+        pinned = pinned_hash(base_config([Words("--config", (settings,))], implied=cli.ServeOptions.implied))
     joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)

@@ -1,9 +1,8 @@
-"""`atlas doctor`, what there is and how long runs take here, and `atlas demo`, a first run that explains itself."""
+"""`atlas doctor`, what there is, and `atlas demo`, a first run that explains itself."""
 
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,13 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import DemoOptions, DoctorOptions
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, seconds
-from atlas_fl.storage.extras import install_command
+from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.installation import Installation, Problem
-    from atlas_fl.experiment.run_time import RunTime
     from atlas_fl.storage.run_folder import RunFolder
 
 MISSING = 1
-PRESETS = ("smoke", "quick")
-"""Presets whose time is predicted."""
 ALWAYS_SHOWN = ("torch", "transformers", "peft", "datasets", "numpy", "scikit-learn")
 
 
@@ -38,22 +33,8 @@ def doctor(options: DoctorOptions) -> int:
     problems = tuple(problems_of(found))
     is_ready = not any(problem.is_needed for problem in problems)
     show(installation_page(found))
-    if is_ready and options.measure:
-        show(["measuring some training steps ..."])
-        show(time_line(preset, measure(preset)) for preset in PRESETS)
-    elif options.measure:
-        show(["time: not measured, because something is missing"])
     show(["", *problem_lines(problems)])
     return 0 if is_ready else MISSING
-
-
-def measure(preset: str) -> "RunTime":
-    """The time of a run of this preset on this machine."""
-    start_time = time.perf_counter()
-
-    from atlas_fl.experiment.run_time import measure_run
-
-    return measure_run(find_preset(preset), start_time=start_time)
 
 
 def installation_page(found: "Installation") -> Iterator[RenderableType]:
@@ -67,8 +48,8 @@ def installation_page(found: "Installation") -> Iterator[RenderableType]:
     yield f"GPUs: {'; '.join(gpu_lines(found.torch)) or 'none that PyTorch can use'}"
     free = found.free_memory_bytes
     yield f"memory: {'free memory is not known here' if free is None else f'{human_bytes(free)} free'}"
-    for folder in found.folders:
-        yield f"{folder.purpose}: {folder.path}, {human_bytes(folder.free_bytes)} free on its disk"
+    for purpose, (path, free_on_disk) in found.folders.items():
+        yield f"{purpose}: {path}, {human_bytes(free_on_disk)} free on its disk"
     yield ""
     assets = new_table("Embedded models and data")
     add_columns(assets, ["name", "state", "where it lies, or how to get it"], [])
@@ -76,12 +57,6 @@ def installation_page(found: "Installation") -> Iterator[RenderableType]:
         here = asset.state == "whole"
         assets.add_row(asset.name, asset.state, escape(str(asset.folder)) if here else f"atlas fetch {asset.group}")
     yield assets
-    extras = new_table("Optional extras")
-    add_columns(extras, ["extra", "needs", "state"], [])
-    for extra, packages in found.extras.items():
-        state = "installed" if all(package.fits for package in packages) else install_command(extra)
-        extras.add_row(extra, ", ".join(package.name for package in packages), escape(state))
-    yield extras
 
 
 def gpu_lines(torch: Any) -> Iterator[str]:
@@ -89,19 +64,6 @@ def gpu_lines(torch: Any) -> Iterator[str]:
     for index in range(torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         yield f"{torch.cuda.get_device_name(index)}, {human_bytes(free)} of {human_bytes(total)} free"
-
-
-def time_line(preset: str, run: "RunTime") -> str:
-    """Time that a preset takes beside what else runs now."""
-    return (
-        f"atlas run --preset {preset}: about {seconds(run.total)}, of these {seconds(run.loading + run.planning)}"
-        f" before round 1 and {seconds(run.round)} a round{alone_words(run)}"
-    )
-
-
-def alone_words(run: "RunTime") -> str:
-    """Time for training clients alone, as the end of a sentence; empty where none is."""
-    return f", then {seconds(run.alone)} for clients alone" if run.alone else ""
 
 
 def problem_lines(problems: "Sequence[Problem]") -> Iterator[str]:
@@ -118,11 +80,7 @@ def demo(options: DemoOptions) -> int:
     base = find_preset(options.preset)
     config = validate(replace(base, run=replace(base.run, runs_dir=options.runs_dir)))
     folder = run_folder(config)
-    show(introduction(config))
-    if not folder.config.exists():
-        show(["", "measuring some training steps ..."])
-        show(time_lines(measure(options.preset)))
-    show([""])
+    show([*introduction(config), ""])
 
     from atlas_fl.cli.tables import outcome
     from atlas_fl.experiment.run import run_config
@@ -152,16 +110,7 @@ def introduction(config: Config) -> Iterator[str]:
         yield "     and the same clients once more, each alone: what training together is worth"
     yield "  4. report.html: what came out, on one page"
     yield f"It is `atlas run --preset {config.run.preset}`, which repeats to the bit on this machine."
-
-
-def time_lines(predicted: "RunTime") -> Iterator[str]:
-    """Time that a run takes, from what was measured."""
-    before = predicted.loading + predicted.planning
-    yield (
-        f"about {seconds(predicted.total)} on this machine as busy as it is now: {seconds(before)} before round 1,"
-        f" then {seconds(predicted.round)} for each of {predicted.rounds} rounds{alone_words(predicted)}"
-    )
-    yield "Stop it with Ctrl-C whenever you like; the same command goes on after the last complete round."
+    yield "Each round says about how long the rest takes. Stop it with Ctrl-C; the same command goes on."
 
 
 def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:

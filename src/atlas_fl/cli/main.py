@@ -33,7 +33,6 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command("run.run", options.RunOptions),
     "resume": Command("run.resume", options.ResumeOptions),
     "report": Command("results.report", options.ReportOptions),
-    "watch": Command("watch.watch", options.WatchOptions),
     "results": Command("results.page_of_results", options.ResultsOptions),
     "evaluate": Command("answers.evaluate", options.EvaluateOptions),
     "generate": Command("answers.generate", options.GenerateOptions),

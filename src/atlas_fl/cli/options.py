@@ -33,6 +33,22 @@ class TrackerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunsDirOptions:
+    """Options of a command that finds runs by their names."""
+
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunOptions(RunsDirOptions):
+    """Options of a command on one run."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions(TrackerOptions, SettingsOptions):
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
@@ -50,15 +66,11 @@ class PlanOptions(SettingsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(TrackerOptions):
+class ResumeOptions(TrackerOptions, OneRunOptions):
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
     max_rounds: int | None = None
     """Stop after this many rounds."""
-    runs_dir: str = "runs"
-    """Folder of run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +105,12 @@ class CheckMethodOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(RunsDirOptions):
     """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
     nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
 
     runs: Annotated[tuple[str, ...], Positional("RUN ...")]
     """Folders of runs, or their names in --runs-dir."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
     to: str | None = None
     """The page; by default report.html in the run's folder, or beside the first of several runs."""
     control: str | None = None
@@ -112,12 +122,10 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(OneRunOptions):
     """Score the models of a finished run on their clients' own rows, the frozen model and clients alone beside them,
     and let those that write text answer; leaves evaluation.json and answers.jsonl in the run's folder."""
 
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
     client: tuple[str, ...] = ()
     """Clients that are scored; all by default."""
     split: Literal["validation", "test"] = "test"
@@ -126,12 +134,10 @@ class EvaluateOptions:
     """Most prompts that each client's models answer; the run's --rouge-examples by default."""
     new_tokens: int | None = None
     """Most tokens of an answer; the run's --new-tokens by default."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(RunsDirOptions):
     """Let a client's model of a finished run write what follows a text."""
 
     run: Annotated[str, Positional("RUN")]
@@ -144,8 +150,6 @@ class GenerateOptions:
     """The model that answers: the frozen one, the client's own alone, or the one of the federation."""
     new_tokens: int = 64
     """Most tokens of the answer."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,25 +171,16 @@ class ResultsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions:
+class AuditOptions(OneRunOptions):
     """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
     run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
 
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
-    others: Annotated[tuple[str, ...], Positional("OTHER ...")] = ()
-    """More runs: no two that should differ may have the same final models."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(OneRunOptions):
     """Write the model of one client, or the one model of all: adapter and head as `PeftModel.from_pretrained` reads
     them, or of a run that trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
 
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
     client: str | None = None
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
     global_: bool = False
@@ -203,37 +198,28 @@ class ExportOptions:
     """Upload the folder to the hub as this model, OWNER/NAME, after it is written; private but for --public."""
     public: bool = False
     """Make the uploaded model one that everybody can read."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceOptions:
+class PlaceOptions(OneRunOptions):
     """Say to which cluster of a run a newcomer belongs: its fingerprint is taken as the run took those of its clients;
     trains nothing federally and writes nothing."""
 
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
     task: str
     """The newcomer's data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     samples: int | None = None
     """Training examples that it has; as many as a client of the run by default."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakageOptions:
+class LeakageOptions(SettingsOptions):
     """Show what a cut at each block would give away of every task's texts over --wire and with --wire-noise: dFIL, and
     how many tokens a linear probe reads. Trains nothing and writes nothing but with --to."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     cuts: tuple[int, ...] = ()
     """Blocks on the client; every possible number by default."""
     to: str | None = None
     """Write the table as JSON to this file as well."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +229,6 @@ class MasksOptions:
 
     masks: Annotated[tuple[str, ...], Positional("RUN|FILE ...")]
     """Folders of runs, their names in --runs-dir, or files of masks."""
-    clients: int | None = None
-    """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
-    computed again."""
     merge: Literal["none", "union", "intersection"] = "none"
     """Make one mask: what at least one of them lets move, or what all do."""
     to: str | None = None
@@ -255,7 +238,7 @@ class MasksOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorsOptions:
+class VectorsOptions(RunsDirOptions):
     """Merge what finished runs on images have added to one model, and score the merged model on the tasks of all of
     them, at several scales. With --to the best one by validation is written, as stock transformers load it."""
 
@@ -271,8 +254,6 @@ class VectorsOptions:
     """Factors of the merged vector; 0 is the base with the runs' heads, below 0 the task is forgotten."""
     to: str | None = None
     """A new folder for the merged models, the table as CSV, and its figure."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,8 +289,6 @@ class CompareOptions(SettingsOptions):
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, each in a process of its own with its share of the cores."""
-    all: bool = False
-    """Print all tables, and not the first two alone; files and page have all of them either way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,12 +304,10 @@ class SearchOptions(SettingsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(SettingsOptions):
     """Train a federation whose clients join from other machines, each with its own certificate and data. The same
     command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     certs: str = "certs/server"
     """The folder `server` of `atlas certs make`; its clients.txt lists who may join."""
     host: str = "0.0.0.0"
@@ -351,7 +328,6 @@ class ServeOptions:
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
     """Clients of a complete run that get their model once more: they had it, and its files are lost."""
-    settings: Config = field(default_factory=Config)
     implied: ClassVar[Mapping[str, Any]] = {"max_share": 0.5}
     """Settings in the place of defaults where neither a file nor a flag says them: sites may claim any examples."""
 
@@ -394,36 +370,17 @@ class CertsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Show what is installed, which devices there are, what is missing and how to get it, and how long the presets
-    smoke and quick take on this machine; exits with 1 where something is missing that they need."""
+    """Show what is installed, which devices there are, what is missing and how to get it; exits with 1 where something
+    is missing that the presets smoke and quick need."""
 
-    measure: bool = True
-    """Train some steps, a few seconds, to say how long runs take."""
     runs_dir: str = "runs"
     """Where run folders would lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """Train a first federation and write its page: says what happens, how long it takes on this machine, and what to
-    look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
+class DemoOptions(RunsDirOptions):
+    """Train a first federation and write its page: says what happens and what to look at. The run is that of
+    `atlas run --preset quick`; given again, the command goes on where it was stopped."""
 
     preset: Literal["quick", "smoke"] = "quick"
     """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, the newest scores, and the page that
-    `atlas report` makes of what each has written. It reads the folders and never writes there. Ctrl-C ends it."""
-
-    runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
-    """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-    host: str = "127.0.0.1"
-    """The address to listen at. One that other machines reach needs the token that is printed."""
-    port: int = 8765
-    """The port; 0 takes a free one."""

@@ -1,6 +1,6 @@
 """`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from atlas_fl.experiment.task_arithmetic import (
     base_weights,
     best_scale,
     load_trained_run,
-    masks_by_client,
     save_merged,
     score_scales,
     task_vectors,
@@ -93,10 +92,10 @@ MISMATCH = 1
 
 
 def audit(options: cli.AuditOptions) -> int:
-    """Audit the runs that these words name; 0 if all is well, 1 if not."""
-    run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
+    """Audit the run that these words name; 0 if all is well, 1 if not."""
+    run = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as tell:
-        report = audit_run(run, tuple(others), on_event=tell)
+        report = audit_run(run, on_event=tell)
     show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
     if report.unseen:
@@ -166,15 +165,14 @@ def masks(options: cli.MasksOptions) -> int:
     check_target(options.to, example="mask.safetensors", is_own=_is_mask)
 
     files = _files(options)
-    if options.clients is None:
-        labels = labels_of(list(files))
-        own: dict[str, Any] = {name: read_mask(file) for name, file in zip(labels, files.values(), strict=True)}
-    else:
-        own = _of_clients(options, list(files), clients=options.clients)
+    labels = labels_of(list(files))
+    own: dict[str, Any] = {name: read_mask(file) for name, file in zip(labels, files.values(), strict=True)}
     check_same_model(own)
     mask = None if options.to is None else merge_masks(own, method=options.merge)
     show([_mask_table(own, list(files))])
-    show(f"figure: {path}" for path in _draw(own, folder=_figures(options, list(files))))
+    (first, *others) = files  # of one run the figures lie in its folder, of one file beside it
+    folder = Path(options.runs_dir) if others else first / "figures" if first.is_dir() else first.parent
+    show(f"figure: {path}" for path in _draw(own, folder=folder))
     if mask is not None and options.to is not None:
         write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
@@ -206,13 +204,6 @@ def _files(options: cli.MasksOptions) -> dict[Path, Path]:
     return mask_files
 
 
-def _of_clients(options: cli.MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
-
-    if len(named) != 1:
-        raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
-    return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
-
-
 def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Table:
 
     numbers = [str(index) for index in range(1, len(masks) + 1)] if len(masks) > 1 else []
@@ -225,13 +216,6 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
     lines += [f"{number}: {path}" for number, path in enumerate(named, start=1)]
     columns = ("", "mask", "may move", "share", *numbers)
     return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
-
-
-def _figures(options: cli.MasksOptions, named: Sequence[Path]) -> Path:
-    """The folder of the figures: that of the one run, beside the one file, or where the runs lie."""
-    if len(named) > 1:
-        return Path(options.runs_dir)
-    return named[0] / "figures" if named[0].is_dir() else named[0].parent
 
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
@@ -262,7 +246,13 @@ def vectors(options: cli.VectorsOptions) -> int:
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
     show([_scale_table(rows, best=best_scale(rows), title=title)])
     if to is not None:
-        show(_write_model(runs, base, vector, rows, to=to))
+        best = best_scale(rows)
+        tested = {row.scale: row.test for row in rows}
+        written = save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to)
+        show(f"wrote {folder}: scale {best.scale:g}, the best on validation images" for folder in written)
+        write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
+        drawn = save_png(draw([scales_chart(tested)]), to / "scales.png")
+        show([f"the table as CSV: {to / 'scales.csv'}", f"and as a figure: {drawn}"])
     return 0
 
 
@@ -305,21 +295,3 @@ def _scale_table(rows: Sequence[ScaleRow], *, best: ScaleRow, title: str) -> Tab
         note="\n".join(["test images; bold: the best mean on validation images", *lines]),
         bold_row=next(index for index, row in enumerate(rows) if row is best),
     )
-
-
-def _write_model(
-    runs: Mapping[str, TrainedRun],
-    base: Params,
-    vector: Params,
-    rows: Sequence[ScaleRow],
-    *,
-    to: Path,
-) -> Iterator[str]:
-
-    best = best_scale(rows)
-    tested = {row.scale: row.test for row in rows}
-    for folder in save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to):
-        yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"
-    write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
-    yield f"the table as CSV: {to / 'scales.csv'}"
-    yield f"and as a figure: {save_png(draw([scales_chart(tested)]), to / 'scales.png')}"

@@ -1,6 +1,6 @@
 """`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flag of experiment trackers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
@@ -133,7 +133,7 @@ def check_methods(options: cli.CheckMethodOptions) -> int:
     return int(failed)
 
 
-Lines: TypeAlias = Iterator[tuple[str, ...]]
+Lines: TypeAlias = Iterable[tuple[str, ...]]
 
 WRAPPED = ("note", "what it does", "what it is", "reason and remedy")
 """Columns of sentences; every other one keeps its words on one line."""
@@ -148,7 +148,8 @@ def catalogue(options: cli.ListOptions) -> int:
     if options.name is not None:
         show([_listing(_strategies(options.name)), _listing(_knobs(options.name))])
     else:
-        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what][1]())])
+        kinds = (("atlas list", "what it is"), *((name, about) for name, (about, _) in CATALOGUES.items()))
+        show([_listing(kinds if options.what is None else CATALOGUES[options.what][1]())])
     return 0
 
 
@@ -160,12 +161,6 @@ def _listing(rows: Lines) -> Table:
     for line in lines:
         table.add_row(*line)
     return table
-
-
-def _catalogues() -> Lines:
-    yield "atlas list", "what it is"
-    for name, (about, _) in CATALOGUES.items():
-        yield name, about
 
 
 def _knobs(name: str) -> Lines:
@@ -203,13 +198,6 @@ def _tasks() -> Lines:
         yield task.name, labels, task.metric_name, "-" if task.images else str(task.max_length), task.note
 
 
-def _models() -> Lines:
-
-    yield "model", "size", "lr", "from", "note"
-    for model in MODELS.values():
-        yield model.alias, model.parameters, f"{model.lr:g}", model.path, model.note
-
-
 def _strategies(alone: str | None = None) -> Lines:
 
     yield "strategy", "what it does"
@@ -220,7 +208,7 @@ def _strategies(alone: str | None = None) -> Lines:
         method = METHODS.get(name)
         rule = RULES[name if method is None else method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        summary = _first_line(rule) if method is None else method.summary
+        summary = (rule.__doc__ or "").strip().partition("\n")[0] if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
         has_equal_ranks = rule.equal_ranks or (method is not None and method.equal_ranks)
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
@@ -250,23 +238,21 @@ def _devices() -> Lines:
         yield device.name, *(f"{number:g}" for number in numbers), human_bytes(device.adapter_bytes)
 
 
-def _presets() -> Lines:
-
-    yield "preset", "what it is"
-    for name, preset in presets().items():
-        yield name, preset.about
-
-
-def _first_line(function: object) -> str:
-    return (function.__doc__ or "").strip().partition("\n")[0]
-
-
 CATALOGUES: Mapping[cli.What, tuple[str, Callable[[], Lines]]] = {
     "tasks": ("data sets, their labels and metrics", _tasks),
-    "models": ("pretrained models by their alias", _models),
+    "models": (
+        "pretrained models by their alias",
+        lambda: (
+            ("model", "size", "lr", "from", "note"),
+            *((one.alias, one.parameters, f"{one.lr:g}", one.path, one.note) for one in MODELS.values()),
+        ),
+    ),
     "strategies": ("the server's rules and published methods; with a name, the settings of that one", _strategies),
     "devices": ("profiles of the clients' machines", _devices),
-    "presets": ("recipes that all defaults come from", _presets),
+    "presets": (
+        "recipes that all defaults come from",
+        lambda: (("preset", "what it is"), *((name, preset.about) for name, preset in presets().items())),
+    ),
     "conflicts": ("settings that contradict each other", _conflicts),
 }
 """Summary and table of each list."""

@@ -31,13 +31,7 @@ from atlas_fl.experiment.sweep import (
 )
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
-from atlas_fl.report.comparison_tables import (
-    first_tables,
-    method_tables,
-    pair_tables,
-    statistics_files,
-    task_table,
-)
+from atlas_fl.report.comparison_tables import first_tables, method_tables, statistics_files, task_table
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import VARIED, federation_results
@@ -257,12 +251,7 @@ def _show_comparison(
     show(["", *(f"{result.title}: {line}" for result in results if (line := sentence_of(result)))])
     for result in results:
         show([f"\n{result.title}"] if len(results) > 1 or not sentence_of(result) else [])
-        if result.comparison is not None and options.all:
-            rows = result.comparison.rows
-            methods = method_tables(rows, by_examples=bool(result.comparison.by_examples))
-            show([*methods, task_table(rows), *pair_tables(result.comparison)])
-        elif result.comparison is not None:
-            show([*first_tables(result.comparison), "--all prints the other tables"])
+        show([] if result.comparison is None else first_tables(result.comparison))
         show(lines_in_one_place(result))
     if not compared:
         return named

@@ -55,7 +55,7 @@ def audit_table(rounds: Mapping[tuple[str, int], Sequence[AuditRow]]) -> Table:
         rows.append(
             [
                 run,
-                Number(value=round, text=str(round) if round else "all"),  # against the other runs
+                Number(value=round, text=str(round) if round else "all"),
                 *(count(len(checks)), count(sum(not row.ok for row in checks))),
                 Number(value=worst, text=EMPTY if worst is None else f"{worst:.1e}"),
             ]

@@ -4,7 +4,7 @@ An action is `(jobs, site) -> updates`. In a simulation the engine hands over a 
 many clients' data; deployed, a site holds the data of one client and gets one job. The function is the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -21,9 +21,9 @@ from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import Vision
-from atlas_fl.params import PARTS, Params, Split
+from atlas_fl.params import PARTS, ByClient, Params, Split
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.split.channel import Cut, CutChannel, CutTraffic
+from atlas_fl.split.channel import NO_CUTS, Cut, CutChannel, CutTraffic
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
@@ -169,6 +169,19 @@ class Update:
         """Tensors that it carries beside the model, by their kind and name."""
         trees = {**self.reported, **self.kept}
         return {f"{kind} {key}": tensor for kind, params in trees.items() for key, tensor in params.items()}
+
+
+def make_jobs(
+    models: ByClient,
+    options: Any,
+    *,
+    round: int,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+    clients: Iterable[str] | None = None,
+) -> list[Job]:
+    """A job with these options for each of these clients, by default all that have a model."""
+    names = models if clients is None else clients
+    return [Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name)) for name in names]
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

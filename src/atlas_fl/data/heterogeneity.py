@@ -70,12 +70,10 @@ def _cut_values(client: ClientData, cut: float) -> ClientData:
 
 def _relabel(client: ClientData, concept: Concept) -> ClientData:
     """The client with what this concept makes of its labels, in all splits."""
-
-    def relabelled(split: Split) -> Examples:
-        rows = client.splits[split]
-        return replace(rows, label=concept.judge(rows.label, client.task.num_labels))
-
-    return client.with_splits(relabelled)
+    num_labels, splits = client.task.num_labels, client.splits
+    return client.with_splits(
+        lambda split: replace(splits[split], label=concept.judge(splits[split].label, num_labels))
+    )
 
 
 def flip_classes(clients: Sequence[ClientData], share: float) -> tuple[ClientData, ...]:
@@ -154,16 +152,15 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
     task, left_out = common_task(sources), sum(members[0].left_out for members in by_source)
     merged = [replace(client, task=task, left_out=left_out, own_rows=len(client.train)) for client in clients]
     if len(sources) > 1 and own_share != 1:
-        _check_equal_sizes(clients, num_sources=len(sources))
+        if len({(client.number, *map(len, client.splits.values())) for client in clients}) * len(sources) != len(
+            clients
+        ):
+            raise ConfigError(
+                "--own-share exchanges rows one for one, and sources have other sizes; set --samples for all"
+            )
         merged = [_exchange_rows(client, by_source, own_share) for client in merged]
     check_no_leak({split: _together(merged, split) for split in merged[0].splits})
     return tuple(merged)
-
-
-def _check_equal_sizes(clients: Sequence[ClientData], *, num_sources: int) -> None:
-    kinds = {(client.number, *map(len, client.splits.values())) for client in clients}
-    if len(kinds) * num_sources != len(clients):
-        raise ConfigError("--own-share exchanges rows one for one, and sources have other sizes; set --samples for all")
 
 
 def _exchange_rows(client: ClientData, by_source: Sequence[Sequence[ClientData]], own_share: float) -> ClientData:

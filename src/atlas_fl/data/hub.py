@@ -17,8 +17,6 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -28,8 +26,8 @@ from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, row
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.files import atomic_folder
+from atlas_fl.storage.hub import hub_fault
 
-REACH_SECONDS = 5
 FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
 """Files that a data set's folder in a directory of the user's may hold."""
 
@@ -75,10 +73,10 @@ def _load(published: Published, *, looked: str = "", remedy: str = "") -> Any:
     cached = _read_cache(published)
     if cached is not None:
         return cached
-    reason = _unreachable()
+    reason = hub_fault()
     if reason is None:
         try:
-            return datasets.load_dataset(published.repository, published.config or None)
+            return datasets.load_dataset(published.repository, published.config or None, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
     names = ", ".join(repr(name) for name in (published.repository, published.config) if name)
@@ -130,20 +128,6 @@ def _read_cache(published: Published) -> Any:
         return builder.as_dataset()
     except (ValueError, OSError):
         return None
-
-
-def _unreachable() -> str | None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        with urlopen(constants.ENDPOINT, timeout=REACH_SECONDS):
-            return None
-    except HTTPError:
-        return None  # an answer, whatever it says
-    except OSError as error:
-        return str(getattr(error, "reason", error))
 
 
 GLUE_REPOSITORY = "nyu-mll/glue"

@@ -144,7 +144,7 @@ def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str,
     """Tables of a folder by split, of `split_files` or a saved `DatasetDict`, and remarks on them."""
     reading = reading or Reading()
     unread: list[str] = []
-    if _is_saved(folder):
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         saved = {split: _dataset_items(rows, reading) for split, rows in _read_saved(folder).items()}
         read = {split: _choose({f"{split} of {folder}": items}, reading) for split, items in saved.items()}
     else:
@@ -355,10 +355,6 @@ def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict
 def _by_split(data: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: split for split, names in SPLITS.items() for name in names}
     return {known.get(name.lower(), name): rows for name, rows in data.items()}
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _read_saved(folder: Path) -> dict[str, Any]:

@@ -65,9 +65,10 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     The file or folder is read once for as long as it does not change (`task.read_once`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
-    name, path, options = _parse_description(description)
-    if path is None:
+    name, place, options = split_description(description)
+    if not place:
         return (_classes_task(name, options),)
+    path = hub_folder(place.removeprefix(HUB)) if place.startswith(HUB) else Path(place).expanduser()
     sources = own_clients.find_sources(path, Dealing(client=options.get("client")), name=name)
     if any(map(_class_folders, sources.values())):
         return (folder_task(name, path, options, sources),)
@@ -126,13 +127,6 @@ def split_description(description: str) -> tuple[str, str, dict[str, str]]:
     if len(options) < len(rest) or not all(options.values()):
         raise ConfigError(f"task {description!r} gives an option twice or without a value; the form is {FORM}")
     return name, path, options
-
-
-def _parse_description(description: str) -> tuple[str, Path | None, dict[str, str]]:
-    name, path, options = split_description(description)
-    if path.startswith(HUB):
-        return name, hub_folder(path.removeprefix(HUB)), options
-    return name, Path(path).expanduser() if path else None, options
 
 
 def with_labels(description: str, classes: Sequence[str]) -> str:
@@ -437,7 +431,13 @@ def _arrange_task(
     if columns.chat is not None:
         rows = {part: _conversations(table, columns) for part, table in tables.items()}
     elif columns.target is not None:
-        rows = {part: _prompted_rows(table, columns, target=columns.target) for part, table in tables.items()}
+        target = columns.target  # behind prompts, unless text= and target= are one column
+        rows = {
+            part: rows_to_write(
+                _texts(table, target), prompts=None if columns.text == target else _texts(table, columns.text)
+            )
+            for part, table in tables.items()
+        }
     else:
         rows, names = _labelled_rows(tables, columns, origins=origins, path=origin)
     dealt = own_clients.deal_rows(rows, tables, columns.dealing, name=name)
@@ -501,12 +501,6 @@ def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
             f"{origin} has {short_repr(word)} in column {columns.label!r} ({count:,} rows), which is none of"
             f" the classes that labels= declares ({', '.join(columns.labels)}); mend the rows, or declare it"
         )
-
-
-def _prompted_rows(table: Table, columns: Columns, *, target: str) -> Rows:
-    """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
-    prompts = None if columns.text == target else _texts(table, columns.text)
-    return rows_to_write(_texts(table, target), prompts=prompts)
 
 
 def _conversations(table: Table, columns: Columns) -> Rows:

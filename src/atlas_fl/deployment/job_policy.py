@@ -17,15 +17,7 @@ from torch import Tensor
 
 from atlas_fl.client.calibration import SCALED_BY
 from atlas_fl.client.job import Job
-from atlas_fl.client.options import (
-    EvaluateOptions,
-    FingerprintOptions,
-    ImportanceOptions,
-    RidgeOptions,
-    ScaleOptions,
-    SensitivityOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, RidgeOptions, ScaleOptions, TrainOptions
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
@@ -37,17 +29,17 @@ from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
-from atlas_fl.planning.ranks_and_cuts import IMPORTANCE_BATCHES
 from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, check_tensors
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
     fingerprint_options,
+    importance_options,
     is_reclustered,
+    sensitivity_options,
     strategy_of,
     train_options,
-    warmup_options,
 )
 from atlas_fl.split.channel import Cut
 
@@ -116,16 +108,6 @@ def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
     )
 
 
-def _sensitivity(config: Config, job: Job, _: "Outline") -> SensitivityOptions:
-    sparse = config.sparse
-    return SensitivityOptions(
-        seed=config.run.seed,
-        examples=sparse.calibration_examples,
-        labels=sparse.fisher_labels,
-        names=job.options.names,  # held against the model's in `JobPolicy`
-    )
-
-
 def _fits_heads(config: Config, outline: "Outline") -> bool:
     return outline.whole and config.images.head_first == "ridge"
 
@@ -139,9 +121,7 @@ JOBS: Mapping[str, Expected] = {
         ),
     ),
     "importance": Expected(
-        options=lambda config, *_: ImportanceOptions(
-            kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES
-        ),
+        options=lambda config, *_: importance_options(config),
         rounds=lambda config, number: number == 0 or (config.ranks.rerank and _is_clustering_round(config, number)),
         asked=lambda _, outline: not outline.whole,
     ),
@@ -151,7 +131,9 @@ JOBS: Mapping[str, Expected] = {
         asked=_fits_heads,
     ),
     "sensitivity": Expected(
-        options=_sensitivity, asked=lambda config, outline: outline.whole and asks_sensitivity(config)
+        # names are held against the model's in `JobPolicy`
+        options=lambda config, job, _: sensitivity_options(config, job.options.names),
+        asked=lambda config, outline: outline.whole and asks_sensitivity(config),
     ),
     "train": Expected(options=_training, rounds=_is_training_round),
     "evaluate": Expected(options=_evaluation, rounds=_is_scored_round),

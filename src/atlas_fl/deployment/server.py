@@ -88,7 +88,29 @@ def remote_backend(
                     goes = "missing in every round; their last models stay what others mix with"
                     on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
-                    yield from _wait_and_assemble(config, manager, bridge, service, expected=expected, planned=planned)
+                    least = service.min_clients or len(expected)
+                    come = bridge.call(
+                        manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds)
+                    )
+                    proxies = [manager.clients[name] for name in come]
+                    if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
+                        bridge.on_event(Note(line))
+                    clients = tuple(name for name in planned or come if name in come or name in service.without)
+                    assembly = _assembly(config, manager, bridge, clients)
+                    if not folder.deliveries.exists():
+                        write_sealed(folder.deliveries, {"heard": []})
+                    write_sites(folder, proxies)
+                    with nullcontext() if assembly.is_full else SplitServer(assembly.site) as split_server:
+                        engine = RemoteEngine(
+                            manager=manager,
+                            bridge=bridge,
+                            split_server=split_server,
+                            deadline_seconds=service.deadline_seconds,
+                            min_clients=service.min_clients,
+                            max_concurrent=AT_ONCE if split_server is None else None,
+                            excluded=frozenset(service.without),
+                        )
+                        yield assembly, engine
                     if folder.summary.exists():
                         deliver_final_models(folder, manager, bridge, service, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
@@ -105,40 +127,6 @@ def reason_for_sites(error: AtlasError) -> str:
     if isinstance(error, BudgetError):
         return "the run cannot be planned for the devices that have come; ask who runs the server"
     return f"{str(error).partition(';')[0]}; ask who runs the server"
-
-
-def _wait_and_assemble(
-    config: Config,
-    manager: ClientManager,
-    bridge: LoopThread,
-    service: ServerOptions,
-    *,
-    expected: tuple[str, ...],
-    planned: tuple[str, ...],
-) -> Iterator[tuple[Assembly, Engine]]:
-    """Assembly and engine, once the expected clients have come."""
-    least = service.min_clients or len(expected)
-    come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
-    proxies = [manager.clients[name] for name in come]
-    if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
-        bridge.on_event(Note(line))
-    folder = run_folder(config)
-    clients = tuple(name for name in planned or come if name in come or name in service.without)
-    assembly = _assembly(config, manager, bridge, clients)
-    if not folder.deliveries.exists():
-        write_sealed(folder.deliveries, {"heard": []})
-    write_sites(folder, proxies)
-    with nullcontext() if assembly.is_full else SplitServer(assembly.site) as split_server:
-        engine = RemoteEngine(
-            manager=manager,
-            bridge=bridge,
-            split_server=split_server,
-            deadline_seconds=service.deadline_seconds,
-            min_clients=service.min_clients,
-            max_concurrent=AT_ONCE if split_server is None else None,
-            excluded=frozenset(service.without),
-        )
-        yield assembly, engine
 
 
 def check_sites(config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool) -> str:

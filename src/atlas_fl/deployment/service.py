@@ -16,7 +16,6 @@ from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.conflicts import MULTILABEL, kinds_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
-from atlas_fl.data.task import Task
 from atlas_fl.errors import BudgetError, ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
@@ -105,15 +104,11 @@ def client_manager_of(
         images=backbone.vision is not None,
         one_head=is_full and config.sparse.has_mask,
         task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
-        classes={task.name: task.label_names for task in tasks if is_declared(task)},
+        # the classes that sites do not know by the name of a task
+        classes={task.name: task.label_names for task in tasks if task.name not in TASKS and task.num_labels > 1},
         check_client=client_check(config, outline, most_tokens=most_tokens),
         max_request_bytes=max_request_bytes,
     )
-
-
-def is_declared(task: Task) -> bool:
-    """Return whether a task of the settings has classes that sites do not know by its name."""
-    return task.name not in TASKS and task.num_labels > 1
 
 
 def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:

@@ -14,9 +14,8 @@ from atlas_fl.client.job import Site as AdapterSite
 from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.config.schema import ALL_CLASSES, NONE
+from atlas_fl.config.schema import NONE
 from atlas_fl.data.clients import (
-    BY_CLASSES,
     ClientData,
     Sizes,
     data_notes,
@@ -53,12 +52,7 @@ from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
-from atlas_fl.runtime.protocol.private_params import (
-    Owner,
-    PrivateParamStore,
-    check_store,
-    clear_store,
-)
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
@@ -73,7 +67,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import scale_of
+from atlas_fl.setup.options import dealing_of, scale_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -446,18 +440,4 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
-    by_classes = config.images.nc != ALL_CLASSES
-    clients = make_clients(
-        (client_task,),
-        source,
-        clients_per_task=settings.clients_per_task,
-        samples=settings.samples,
-        validation_samples=settings.validation_samples,
-        test_samples=settings.test_samples,
-        partition=BY_CLASSES if by_classes else settings.partition,
-        classes_per_client=int(config.images.nc) if by_classes else None,
-        dirichlet_alpha=settings.dirichlet_alpha,
-        seed=config.run.seed,
-        shuffle_labels=settings.shuffle_labels,
-    )
-    return replace(clients[part], name=name)
+    return replace(make_clients((client_task,), source, **dealing_of(config))[part], name=name)

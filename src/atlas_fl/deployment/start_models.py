@@ -140,7 +140,9 @@ class StartModels:
                 f" {most} a round, because each shows the data once more; nothing was sent: ask who runs it"
             )
         initial = self.initial(ranks(params))
-        if self._begins_anew(action, job):
+        # the initialisation, but for warmed-up or imported tensors
+        is_first = job.round == 0 or (action == "train" and job.round == 1)
+        if action == "fingerprint" or (is_first and self.config.model.init_adapter is None):
             self._check_initial(action, params, initial)
         parts = self._parts(params)
         for name, kind, value in self._figures(action, job, parts, params, initial):
@@ -165,11 +167,6 @@ class StartModels:
         self._moves = {name: max(self._moves.get(name, 0.0), move) for name, move in moves.items()}
         self._own_round = job.round
         self._last_move = math.hypot(*moves.values())
-
-    def _begins_anew(self, action: str, job: Job) -> bool:
-        """Return whether the model is the initialisation, but for warmed-up or imported tensors."""
-        first = job.round == 0 or (action == "train" and job.round == 1)
-        return action == "fingerprint" or (first and self.config.model.init_adapter is None)
 
     def _check_initial(self, action: str, params: Params, initial: Params) -> None:
         warmed = self.config.clustering.fingerprint == "delta" and action != "fingerprint"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.client.evaluation import OUTCOMES
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config, validate
 from atlas_fl.config.methods import published_methods
@@ -96,18 +96,13 @@ def reference_assembly(assembly: Assembly, folder: RunFolder, *, at_sites: bool)
     return alone, f"also trains {number} alone for comparison, up to +{cost:.0f}% time; --alone none leaves it out"
 
 
-def num_alone(config: Config, clients: int, *, is_full: bool) -> int:
-    """Number of these clients that train alone where the method sends anything."""
-    most = {"none": 0, "sample": MOST_WHOLE if is_full else MOST_CLIENTS, "all": clients}
-    return min(clients, most[config.run.alone])
-
-
 def _reference_clients(assembly: Assembly) -> tuple[str, ...]:
     """The clients that train alone, without attackers; a sample is drawn by the seed, evenly over the tasks."""
     config = assembly.config
     attackers = configured_attackers(config, assembly.names)
     honest = [client for client in assembly.clients if client.name not in attackers] or list(assembly.clients)
-    most = num_alone(config, len(honest), is_full=assembly.is_full)
+    sample = MOST_WHOLE if assembly.is_full else MOST_CLIENTS
+    most = sample if config.run.alone == "sample" else len(honest)
     shuffled = [honest[index] for index in generator(config.run.seed, "alone").permutation(len(honest))]
     of_task: dict[str, list[str]] = {}
     for client in shuffled:
@@ -122,11 +117,8 @@ def score_examples(
 ) -> dict[str, Update]:
     """The test scores of these models by client, with the outputs of every example."""
     options = EvaluateOptions(split="test", prior_correction=config.training.prior_correction, outcomes=True)
-    jobs = [
-        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
-        for name, params in models.items()
-    ]
-    return {update.client: update for update in engine.run("evaluate", jobs)}
+    updates = engine.run("evaluate", make_jobs(models, options, round=round, cuts=cuts))
+    return {update.client: update for update in updates}
 
 
 def summarise_gains(

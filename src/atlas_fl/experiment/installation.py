@@ -1,4 +1,4 @@
-"""State of the installation: packages and extras, memory, disk, embedded models and data.
+"""State of the installation: packages, memory, disk, embedded models and data.
 
 Every problem has a remedy. It is needed where a run of the embedded presets cannot do without it; others are advice.
 Of the packages PyTorch alone is loaded.
@@ -25,7 +25,7 @@ AssetState: TypeAlias = Literal["whole", "missing", "damaged"]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that ATLAS, or one of its extras, is declared to need."""
+    """A package that ATLAS is declared to need."""
 
     name: str
     needed: str
@@ -37,15 +37,6 @@ class Package:
     def fits(self) -> bool:
         """Return true where the installed version meets the requirement."""
         return self.installed is not None and accepts(self.needed, self.installed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """A folder that files are written to, and the disk below it."""
-
-    purpose: str
-    path: Path
-    free_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,31 +69,30 @@ class Installation:
     version: str | None
     """Version of ATLAS; None where it is on the path and not installed."""
     packages: tuple[Package, ...]
-    extras: Mapping[str, tuple[Package, ...]]
-    """The packages of every optional part."""
     torch: ModuleType | None
     """PyTorch, where it can be loaded."""
     load_error: str | None
     """Reason why PyTorch, which is installed, cannot be loaded."""
     free_memory_bytes: int | None
     """Unknown, None, on some systems."""
-    folders: tuple[Folder, ...]
+    folders: Mapping[str, tuple[Path, int]]
+    """By purpose a folder that files are written to, and the bytes that are free on its disk."""
     assets: tuple[AssetCheck, ...]
 
 
 def inspect_installation(*, runs_dir: Path) -> Installation:
     """The state of this machine; runs would lie in `runs_dir`."""
-    version, packages = _version(PROJECT), _packages("")
-    extras = metadata.metadata(PROJECT).get_all("Provides-Extra") or [] if version else []
+    packages = tuple(
+        Package(name=name, needed=needed, installed=_version(name)) for name, needed in extra_requirements("").items()
+    )
     torch, load_error = _load_torch(packages)
     return Installation(
-        version=version,
+        version=_version(PROJECT),
         packages=packages,
-        extras={extra: _packages(extra) for extra in extras},
         torch=torch,
         load_error=load_error,
         free_memory_bytes=free_bytes(),
-        folders=(_folder("runs", runs_dir), _folder("cache", embedded_dir())),
+        folders={"runs": _disk_of(runs_dir), "cache": _disk_of(embedded_dir())},
         assets=tuple(check_asset(asset, embedded_dir()) for asset in assets().values()),
     )
 
@@ -146,12 +136,6 @@ def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
     )
 
 
-def _packages(extra: str) -> tuple[Package, ...]:
-    """Packages that an extra, or for "" ATLAS itself, needs."""
-    requirements = extra_requirements(extra).items()
-    return tuple(Package(name=name, needed=needed, installed=_version(name)) for name, needed in requirements)
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -169,7 +153,7 @@ def _load_torch(packages: tuple[Package, ...]) -> tuple[ModuleType | None, str |
         return None, " ".join(str(error).split())
 
 
-def _folder(purpose: str, path: Path) -> Folder:
+def _disk_of(path: Path) -> tuple[Path, int]:
     path = path.absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return Folder(purpose=purpose, path=path, free_bytes=shutil.disk_usage(existing).free)
+    return path, shutil.disk_usage(existing).free

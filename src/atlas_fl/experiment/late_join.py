@@ -5,7 +5,7 @@ ranks and no cut: it starts from the weights that the rule gives it, under FedAv
 its task. Where no client has that task, an image head is fitted on the newcomer's own images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,6 @@ from atlas_fl.planning.task_discovery import TaskDiscovery, discover_newcomer, m
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, strategy_of
-from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import LedgerRow
 
 
@@ -107,7 +106,14 @@ def _plan_newcomer(
     extended, number = with_newcomer(assembly, newcomer), state.round + 1
     cuts = cuts_for_planning(extended)
     discovery = discover_newcomer(extended, planned, engine, number=number, cuts=cuts)
-    edges = _edges(extended, engine, discovery, state, cuts)
+    performance = None
+    if discovery.clustering is not None and assembly.config.mixing.graph == "adaptive":
+        # the others by their last scores
+        (own_score,) = validation_scores(extended.only_last(), engine, discovery.warmed_models, cuts)
+        scores = state.validation_scores
+        mean_score = float(np.mean(list(scores.values()))) if scores else own_score
+        performance = np.array([*(scores.get(name, mean_score) for name in extended.names[:-1]), own_score])
+    edges: np.ndarray = make_client_graph(extended, engine, discovery, performance=performance).adjacency[-1, :-1]
     messages: Sequence[LedgerRow] = ()
     if assembly.is_full:
         client, model, messages = _plan_whole_model(assembly, extended, planned, engine, discovery)
@@ -121,6 +127,9 @@ def _plan_newcomer(
         client = fit_clients(extended, discovery.labels, importance)[0][-1]
         (warmed_model,) = initial_models(extended.only_last(), discovery.warmed_models, [client.ranks]).values()
         model = without_private(extended, warmed_model, cut_of(extended.config, client.cut))
+    where = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
+    if neighbours := [name for name, weight in zip(extended.names, edges) if weight > 0]:
+        where += f", beside {', '.join(neighbours)}"
     plan = replace(
         planned.plan,
         clients=assign_hosts(extended, (*planned.plan.clients, client)),
@@ -128,7 +137,7 @@ def _plan_newcomer(
         importance=importance,
         clustering=discovery.report,
         data=label_statistics(extended.clients),
-        notes=(*planned.plan.notes, _join_note(client, edges, extended.names, number=number)),
+        notes=(*planned.plan.notes, f"{client.name} joins before round {number}: {where}"),
     )
     planned = replace(
         planned,
@@ -157,25 +166,3 @@ def _plan_whole_model(
         messages += mask_messages(newcomer, body)
     (client_plan,) = full_client_plans(newcomer, models, planned.mask, discovery.labels[-1:])
     return client_plan, models[client.name], messages
-
-
-def _edges(
-    assembly: Assembly, engine: Engine, discovery: TaskDiscovery, state: FederationState, cuts: Mapping[str, Cut]
-) -> np.ndarray:
-    """The newcomer's edges (n,) in the graph of all clients; the adaptive one takes the others' last scores."""
-    performance = None
-    if discovery.clustering is not None and assembly.config.mixing.graph == "adaptive":
-        (own,) = validation_scores(assembly.only_last(), engine, discovery.warmed_models, cuts)
-        scores = state.validation_scores
-        mean_score = float(np.mean(list(scores.values()))) if scores else own
-        performance = np.array([*(scores.get(name, mean_score) for name in assembly.names[:-1]), own])
-    graph = make_client_graph(assembly, engine, discovery, performance=performance)
-    edges: np.ndarray = graph.adjacency[-1, :-1]
-    return edges
-
-
-def _join_note(client: ClientPlan, edges: np.ndarray, names: Sequence[str], *, number: int) -> str:
-    neighbours = [name for name, weight in zip(names, edges) if weight > 0]
-    cluster = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
-    suffix = f", beside {', '.join(neighbours)}" if neighbours else ""
-    return f"{client.name} joins before round {number}: {cluster}{suffix}"

@@ -272,9 +272,8 @@ class Recorder:
         return rows
 
     def _metric_row(self, client: ClientData, split: Split, update: Update, *, round: int) -> dict[str, Any]:
-        labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         header = {"round": round, "client": client.name, "task": client.task.name, "split": split}
-        share = majority(labels) if client.task.has_classes else None
+        share = majority(client.splits[split]) if client.task.has_classes else None
         counts = {"majority": share, "classes": update.classes or None, "examples": update.examples}
         # a metric does not take the place of what the server knows by itself
         return drop_undefined({**header, **update.metrics, **counts, **header})

@@ -9,9 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import isfinite
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
-from atlas_fl.client.job import Job, Update, without_empty
+from atlas_fl.client.job import Job, Update, make_jobs, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
@@ -43,7 +41,7 @@ from atlas_fl.experiment.state import (
 )
 from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
-from atlas_fl.methods.method import Method, Part, RoundStart, StepInputs
+from atlas_fl.methods.method import Method, RoundStart, StepInputs
 from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
@@ -82,8 +80,51 @@ def finish_round(
 
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
-    training, number = assembly.config.training, state.round + 1
-    select = partial(_evaluate_and_select, assembly, engine, mixed, trained, number=number, cuts=cuts)
+    config, training, number = assembly.config, assembly.config.training, state.round + 1
+
+    def select(*, final: bool) -> RoundOutcome:
+        evaluations: list[Update] = []
+
+        def evaluate(
+            models: ByClient, split: Split, *, new_tokens: int = 0, outcomes: bool = False
+        ) -> dict[str, Update]:
+            options = EvaluateOptions(
+                split=split,
+                new_tokens=new_tokens,
+                prior_correction=config.training.prior_correction,
+                outcomes=outcomes,
+            )
+            updates = engine.run("evaluate", make_jobs(models, options, round=number, cuts=cuts))
+            evaluations.extend(updates)
+            return {update.client: update for update in updates}
+
+        client_models: ByClient = mixed
+        kept_local: tuple[str, ...] = ()
+        if final and config.mixing.keep == "best" and strategy_of(config).communicates:
+            local_scores = evaluate(trained, "validation")
+            mixed_scores = evaluate({name: mixed[name] for name in trained}, "validation")
+            client_models, kept_local = select_models(mixed, trained, local_scores, mixed_scores)
+        temperatures: ByClient = {}
+        if final and config.training.temperature_scaling:
+            tasks = {client.name: client.task.name for client in assembly.clients if client.task.has_classes}
+            validated = evaluate({name: client_models[name] for name in tasks}, "validation", outcomes=True)
+            temperatures = fit_temperatures({name: one.reported[OUTCOMES] for name, one in validated.items()}, tasks)
+            client_models = with_temperatures(client_models, temperatures)
+        scores: dict[Split, Mapping[str, Update]] = {}
+        if final or number % config.training.eval_every == 0:
+            # ROUGE is of what the clients end with: writing costs a pass a token
+            new_tokens = config.data.new_tokens if final else 0
+            splits: tuple[Split, ...] = ("validation", "test")
+            scores = {split: evaluate(client_models, split, new_tokens=new_tokens) for split in splits}
+        return RoundOutcome(
+            client_models=client_models,
+            kept_local=kept_local,
+            scores=scores,
+            evaluations=tuple(evaluations),
+            temperatures=temperatures,
+            final=final,
+        )
+
     outcome = select(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
     if outcome.final or not aggregated or score is None:
@@ -93,66 +134,6 @@ def finish_round(
         return outcome
     last = select(final=True)
     return replace(last, evaluations=(*outcome.evaluations, *last.evaluations), stopped=True)
-
-
-def _evaluate_and_select(
-    assembly: Assembly,
-    engine: Engine,
-    mixed: ByClient,
-    trained: ByClient,
-    *,
-    number: int,
-    cuts: Mapping[str, Cut],
-    final: bool,
-) -> RoundOutcome:
-    config = assembly.config
-    evaluations: list[Update] = []
-
-    def evaluate(models: ByClient, split: Split, *, new_tokens: int = 0, outcomes: bool = False) -> dict[str, Update]:
-        options = EvaluateOptions(
-            split=split,
-            new_tokens=new_tokens,
-            prior_correction=config.training.prior_correction,
-            outcomes=outcomes,
-        )
-        jobs = [
-            Job(client=name, params=params, round=number, options=options, cut=cuts.get(name))
-            for name, params in models.items()
-        ]
-        updates = engine.run("evaluate", jobs)
-        evaluations.extend(updates)
-        return {update.client: update for update in updates}
-
-    client_models: ByClient = mixed
-    kept_local: tuple[str, ...] = ()
-    if final and _selects_best(config):
-        local_scores = evaluate(trained, "validation")
-        mixed_scores = evaluate({name: mixed[name] for name in trained}, "validation")
-        client_models, kept_local = select_models(mixed, trained, local_scores, mixed_scores)
-    temperatures: ByClient = {}
-    if final and config.training.temperature_scaling:
-        tasks = {client.name: client.task.name for client in assembly.clients if client.task.has_classes}
-        validated = evaluate({name: client_models[name] for name in tasks}, "validation", outcomes=True)
-        temperatures = fit_temperatures({name: one.reported[OUTCOMES] for name, one in validated.items()}, tasks)
-        client_models = with_temperatures(client_models, temperatures)
-    scores: dict[Split, Mapping[str, Update]] = {}
-    if final or number % config.training.eval_every == 0:
-        # ROUGE is of what the clients end with: writing costs a pass a token
-        new_tokens = config.data.new_tokens if final else 0
-        splits: tuple[Split, ...] = ("validation", "test")
-        scores = {split: evaluate(client_models, split, new_tokens=new_tokens) for split in splits}
-    return RoundOutcome(
-        client_models=client_models,
-        kept_local=kept_local,
-        scores=scores,
-        evaluations=tuple(evaluations),
-        temperatures=temperatures,
-        final=final,
-    )
-
-
-def _selects_best(config: Config) -> bool:
-    return config.mixing.keep == "best" and strategy_of(config).communicates
 
 
 def _of_client(trees: TreesByClient, name: str) -> dict[str, Params]:
@@ -244,7 +225,19 @@ def run_rounds(
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         for line in record.notes():
             on_event(Note(line))
-        on_event(_finished_event(record, assembly, seconds=time.perf_counter() - start_time, rows=rows))
+        losses = [update.metrics["loss"] for update in record.received.updates.values()]
+        validation = record.outcome.scores.get("validation", {})
+        on_event(
+            RoundFinished(
+                round=record.round,
+                rounds=config.training.rounds,
+                scores={name: score.metrics["primary"] for name, score in validation.items()},
+                loss=float(np.mean(losses)) if losses else 0.0,
+                seconds=time.perf_counter() - start_time,
+                bytes=sum(row.bytes for row in record.messages(config.mixing.share)),
+                rows=rows,
+            )
+        )
         if record.outcome.stopped:
             (best,) = best_rounds(state.history, 1)
             on_event(Note(f"stopped early after round {number}: validation was best in round {best}"))
@@ -325,75 +318,13 @@ def one_round(
     start, parts = round_start(assembly, state), parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     engine = attach_hosts(assembly, planned.plan.clients, engine)
-    jobs = _train_jobs(assembly, planned, start, parts, cuts)
-    updates = engine.run("train", jobs)
-    state, extra_steps = _train_own_models(engine, jobs, state, start, parts)
-    updates = [
-        replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
-    ]
-    received = screen_updates(assembly, state, updates)
-    step = _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received)
-    mixed = replace(
-        state,
-        by_client=state.with_newest(received.updates),
-        server_state=step.server_state,
-        server_models=step.server_models,
-        client_models=step.client_models,
-    )
-    models = mixed.predicting_models(config)
-    outcome = finish_round(assembly, engine, state, models, received.models, cuts=cuts, aggregated=start.aggregates)
-    record = RoundRecord(
-        round=start.round,
-        sampled=start.clients,
-        before=state,
-        received=received,
-        step=step,
-        outcome=outcome,
-        client_models=outcome.client_models if predicts_as_sent(config) else step.client_models,
-        method=strategy_of(config),
-        aggregated=start.aggregates,
-        diversity=_diversity(assembly, {**state.client_models, **received.models}, outcome)
-        if start.aggregates
-        else None,
-        cut_traffic=sum_cut_traffic(updates),
-        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
-        hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
-        client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
-        mask=planned.mask,
-        sent=_sent_beside_models(jobs),
-        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts)
-        if jobs
-        else frozenset(),
-        unsent_up=untrained_names(config, jobs[0], state.client_models, cuts=cuts)
-        if jobs and strategy_of(config).moves_untrained
-        else frozenset(),
-    )
-    return state.after(record), record
-
-
-def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, dict[str, Params]]:
-    """The tensors that go to clients beside their models, by kind and client; models of the ledger are left out."""
-    sent: dict[str, dict[str, Params]] = {}
-    for job in jobs:
-        for kind, params in job.sent.items():
-            if kind not in MODELS:
-                sent.setdefault(kind, {})[job.client] = params
-    return sent
-
-
-def _train_jobs(
-    assembly: Assembly, planned: PlanResult, start: RoundStart, parts: Sequence[Part], cuts: Mapping[str, Cut]
-) -> list[Job]:
-    """The training jobs of the clients that take part in this round."""
-    config, method = assembly.config, strategy_of(assembly.config)
-    sent: dict[str, ByClient] = {}
-    kept: dict[str, ByClient] = {"momentum": start.of("momentum")}
+    method, sent, kept = strategy_of(config), dict[str, ByClient](), {"momentum": start.of("momentum")}
     for part in parts:
         sent |= part.send(start)
         kept |= part.keep(start)
     options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
-    return [
+    jobs = [
         Job(
             client=name,
             params=start.client_models[name],
@@ -406,15 +337,10 @@ def _train_jobs(
         )
         for name in start.clients
     ]
-
-
-def _train_own_models(
-    engine: Engine, jobs: Sequence[Job], state: FederationState, start: RoundStart, parts: Sequence[Part]
-) -> tuple[FederationState, Counter[str]]:
-    """(the state with the models of their own that clients train on the same examples, by client their steps)."""
-    steps: Counter[str] = Counter()
+    updates = engine.run("train", jobs)
+    extra_steps = Counter[str]()
     for part in parts:
-        own = part.own_training(start)
+        own = part.own_training(start)  # models of their own, on the same examples
         if own is None:
             continue
         own_jobs = [
@@ -427,27 +353,61 @@ def _train_own_models(
             )
             for job in jobs
         ]
-        updates = {update.client: update for update in engine.run("train", own_jobs)}
-        steps.update({name: int(update.metrics["steps"]) for name, update in updates.items()})
-        models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
-        state = replace(state, by_client={**state.with_newest(updates), "second": models})
-    return state, steps
-
-
-def _keep_trained(state: FederationState, received: ReceivedUpdates) -> ServerStep:
-    """The step of a round without aggregation: clients go on with their own models."""
-    return ServerStep(
-        server_state=state.server_state,
-        server_models=state.server_models,
-        client_models={**state.client_models, **received.models},
+        trained = {update.client: update for update in engine.run("train", own_jobs)}
+        extra_steps.update({name: int(update.metrics["steps"]) for name, update in trained.items()})
+        models = {**state.of("second"), **{name: update.params for name, update in trained.items()}}
+        state = replace(state, by_client={**state.with_newest(trained), "second": models})
+    updates = [
+        replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
+    ]
+    received = screen_updates(assembly, state, updates)
+    if start.aggregates:
+        step = _aggregate(assembly, state, received, planned)
+    else:  # clients go on with their own models
+        step = ServerStep(
+            server_state=state.server_state,
+            server_models=state.server_models,
+            client_models={**state.client_models, **received.models},
+        )
+    mixed = replace(
+        state,
+        by_client=state.with_newest(received.updates),
+        server_state=step.server_state,
+        server_models=step.server_models,
+        client_models=step.client_models,
     )
-
-
-def _with_one_adapter(models: ByClient, trained: ByClient) -> ByClient:
-    """The models with the adapters that all tasks have trained together (`--multitask`), also of who took no part."""
-    params = next(iter(trained.values()), {})
-    adapters = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    return {name: {**model, **adapters} for name, model in models.items()}
+    predicting = mixed.predicting_models(config)
+    outcome = finish_round(assembly, engine, state, predicting, received.models, cuts=cuts, aggregated=start.aggregates)
+    record = RoundRecord(
+        round=start.round,
+        sampled=start.clients,
+        before=state,
+        received=received,
+        step=step,
+        outcome=outcome,
+        client_models=outcome.client_models if predicts_as_sent(config) else step.client_models,
+        method=method,
+        aggregated=start.aggregates,
+        diversity=_diversity(assembly, {**state.client_models, **received.models}, outcome)
+        if start.aggregates
+        else None,
+        cut_traffic=sum_cut_traffic(updates),
+        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
+        hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
+        client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
+        mask=planned.mask,
+        sent={
+            kind: {job.client: job.sent[kind] for job in jobs if kind in job.sent}
+            for kind in dict.fromkeys(kind for job in jobs for kind in job.sent if kind not in MODELS)
+        },
+        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts)
+        if jobs
+        else frozenset(),
+        unsent_up=untrained_names(config, jobs[0], state.client_models, cuts=cuts)
+        if jobs and method.moves_untrained
+        else frozenset(),
+    )
+    return state.after(record), record
 
 
 def _aggregate(
@@ -473,8 +433,11 @@ def _aggregate(
         validation=state.validation_scores,
         reports={method.report: reports} if reports else {},
     )
-    one_adapter = config.training.multitask
-    server_models = _with_one_adapter(state.server_models, trained) if one_adapter else state.server_models
+    server_models = state.server_models
+    if config.training.multitask:  # all tasks have trained the adapters together, also of who took no part
+        shared = next(iter(trained.values()), {})
+        adapters = {key: tensor for key, tensor in shared.items() if not key.startswith(HEAD)}
+        server_models = {name: {**model, **adapters} for name, model in server_models.items()}
     result = method.aggregate(
         StepInputs(
             server_state=server_state,
@@ -496,14 +459,10 @@ def _aggregate(
         discarded=result.discarded,
         anchors=models if is_personal else {},
         sharing=_measured(method, federation, state, server_state, trained) if reports else (),
-        rows={} if _has_reference(method) else result.rows,
+        # the audit has a second formula for our methods; of a plug-in's it reads the matrices
+        rows={} if type(method).__module__.startswith("atlas_fl.") else result.rows,
     )
     return _restore_unusable(mixed, state, assembly)
-
-
-def _has_reference(method: Method) -> bool:
-    """Return whether the audit has a second formula for this method; of a plug-in's it reads the matrices."""
-    return type(method).__module__.startswith("atlas_fl.")
 
 
 def _measured(
@@ -552,22 +511,6 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
     )
 
 
-def _finished_event(
-    record: RoundRecord, assembly: Assembly, *, seconds: float, rows: Sequence[Mapping[str, Any]]
-) -> RoundFinished:
-    losses = [update.metrics["loss"] for update in record.received.updates.values()]
-    validation = record.outcome.scores.get("validation", {})
-    return RoundFinished(
-        round=record.round,
-        rounds=assembly.config.training.rounds,
-        scores={name: score.metrics["primary"] for name, score in validation.items()},
-        loss=float(np.mean(losses)) if losses else 0.0,
-        seconds=seconds,
-        bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
-        rows=rows,
-    )
-
-
 def choose_models(
     assembly: Assembly, engine: Engine, state: FederationState, start: RoundStart
 ) -> tuple[FederationState, list[LedgerRow] | None]:
@@ -582,10 +525,7 @@ def choose_models(
         options = EvaluateOptions(split="validation", prior_correction=prior_correction)
         losses: dict[str, dict[int, float]] = {}
         for label, models in candidates.items():
-            jobs = [
-                Job(client=name, params=params, round=start.round, options=options) for name, params in models.items()
-            ]
-            for update in engine.run("evaluate", jobs):
+            for update in engine.run("evaluate", make_jobs(models, options, round=start.round)):
                 losses.setdefault(update.client, {})[label] = update.metrics["loss"]
         return {
             name: {label: loss for label, loss in by_label.items() if isfinite(loss)}
@@ -602,25 +542,18 @@ def choose_models(
         server_models={**state.server_models, **choice.client_models},
         server_state=choice.server_state,
     )
-    return state, _choice_messages(choice.sent, choice.losses, round=start.round)
-
-
-def _choice_messages(
-    sent: Mapping[str, Sequence[Params]], losses: Mapping[str, Mapping[int, float]], *, round: int
-) -> list[LedgerRow]:
-    """The candidates down, and each client's losses up."""
     rows = []
-    for name, models in sent.items():
+    for name, sent in choice.sent.items():  # the candidates down, and each client's losses up
         kinds: tuple[tuple[bool, Kind], ...] = ((False, "adapter"), (True, "head"))
         for is_head, kind in kinds:
             size = sum(
                 encoded_size({key: tensor for key, tensor in params.items() if key.startswith(HEAD) == is_head})
-                for params in models
+                for params in sent
             )
-            rows.append(LedgerRow(round=round, client=name, direction="down", kind=kind, bytes=size))
-        told = len(to_json({str(label): loss for label, loss in losses[name].items()}).encode())
-        rows.append(LedgerRow(round=round, client=name, direction="up", kind="control", bytes=told))
-    return [row for row in rows if row.bytes]
+            rows.append(LedgerRow(round=start.round, client=name, direction="down", kind=kind, bytes=size))
+        told = len(to_json({str(label): loss for label, loss in choice.losses[name].items()}).encode())
+        rows.append(LedgerRow(round=start.round, client=name, direction="up", kind="control", bytes=told))
+    return state, [row for row in rows if row.bytes]
 
 
 def keep_untrained(

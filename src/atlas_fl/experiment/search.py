@@ -52,19 +52,14 @@ def check_space(base: Config, space: "SearchSpace") -> None:
     Raises:
         AtlasError: a combination is invalid; only the first `MAX_CHECKED` are checked.
     """
-    ends = {name: _range_ends(choices) for name, choices in space.items()}
-    for values in islice(product(*ends.values()), MAX_CHECKED):
-        validate(with_values(base, dict(zip(ends, values))))
+    ends = [own.choices if hasattr(own, "choices") else (own.low, own.high) for own in space.values()]
+    for values in islice(product(*ends), MAX_CHECKED):
+        validate(with_values(base, dict(zip(space, map(format_value, values)))))
 
 
 def format_value(value: Any) -> str:
     """A chosen value as a command line spells it, to the last digit."""
     return value if isinstance(value, str) else repr(value)
-
-
-def _range_ends(choices: "BaseDistribution") -> list[str]:
-    values = choices.choices if hasattr(choices, "choices") else (choices.low, choices.high)
-    return [format_value(value) for value in values]
 
 
 def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> "BaseDistribution":
@@ -177,7 +172,11 @@ def run_search(
         (run,) = run_all(points[-1:], on_run=announce, on_event=on_event)
         scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
         finished.append(Trial(number=number, params=params, run=run.name, scores=scores))
-    result = SearchResult(settings=_settings_file(base, space), trials=tuple(finished))
+    # a digest of all that is searched is in the name, so that no two searches share a file
+    searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
+    digest = sha256(to_json(searched).encode()).hexdigest()[:8]
+    stem = base.run.name or f"search-{federation_name(base)}"
+    result = SearchResult(settings=Path(base.run.runs_dir) / f"{stem}-{digest}.toml", trials=tuple(finished))
     if result.best.best_round is None:
         raise ConfigError(
             f"the models of all {trials} trials give outputs that are NaN or infinite; search lower rates in --over"
@@ -186,13 +185,6 @@ def run_search(
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
     write_atomic(result.settings, to_toml(named).encode())
     return result
-
-
-def _settings_file(base: Config, space: "SearchSpace") -> Path:
-    """The file of a search: its name has a digest of all that is searched, so that no two searches share one."""
-    searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
-    digest = sha256(to_json(searched).encode()).hexdigest()[:8]
-    return Path(base.run.runs_dir) / f"{base.run.name or f'search-{federation_name(base)}'}-{digest}.toml"
 
 
 def _propose_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int) -> dict[str, Any]:

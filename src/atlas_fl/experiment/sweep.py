@@ -20,16 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from atlas_fl.config import (
-    Config,
-    config_hash,
-    parse_config,
-    pin_mask_file,
-    run_folder,
-    to_toml,
-    validate,
-    with_values,
-)
+from atlas_fl.config import Config, config_hash, parse_config, pin_mask_file, run_folder, to_toml, validate, with_values
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
@@ -191,7 +182,11 @@ def grid(
             changed = turn_dial(changed, changed.run.dial or 0)
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed, alone="none"))
-            points.append(Point(config=_with_run_name(pin_mask_file(validate(config)), base.run.name), changes=changes))
+            config = pin_mask_file(validate(config))
+            if base.run.name is not None:  # equal names would share a folder
+                name = f"{base.run.name}-s{seed}-{config_hash(config)[:8]}"
+                config = replace(config, run=replace(config.run, name=name))
+            points.append(Point(config=config, changes=changes))
     _check_distinct(points)
     return tuple(points)
 
@@ -221,12 +216,6 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     runs = sorted({config_hash(point.config) for point in points})
     digest = sha256("".join(runs).encode()).hexdigest()[:8]
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
-
-
-def _with_run_name(config: Config, name: str | None) -> Config:
-    """The config with a run name of its own where the user named the sweep: equal names would share a folder."""
-    run_name = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
-    return replace(config, run=replace(config.run, name=run_name))
 
 
 def run_all(

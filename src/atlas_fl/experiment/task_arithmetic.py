@@ -1,4 +1,4 @@
-"""Task arithmetic on finished runs: task vectors merged, scaled and scored; masks by client.
+"""Task arithmetic on finished runs: task vectors merged, scaled and scored.
 
 Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are not merged: a task keeps the head of its run.
 """
@@ -11,19 +11,15 @@ from statistics import fmean
 import torch
 
 from atlas_fl.client.evaluation import evaluate
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
-from atlas_fl.events import ignore
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
-from atlas_fl.planning.masks import client_masks
-from atlas_fl.planning.planner import local_engine
 from atlas_fl.setup.assembly import Assembly, assemble, recorded_config, trainable_of
-from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.run_folder import RunFolder
@@ -38,27 +34,6 @@ class TrainedRun:
     body: Params
     """Every tensor of the backbone as the run left it."""
     heads: ByClient
-
-
-def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
-    """The masks that single clients would calibrate, each by its own scores, by client name.
-
-    The data and the model of the run's config are loaded and the scores computed again; nothing is trained.
-
-    Raises:
-        ConfigError: its mask is none that clients score, or there are too few of them.
-    """
-    config = recorded_config(folder)
-    if config.sparse.mask not in BY_SENSITIVITY:
-        raise ConfigError(
-            f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
-            f" {config.sparse.mask}; give a run with --mask {' or '.join(BY_SENSITIVITY)}"
-        )
-    assembly = assemble(config)
-    scoring = min(config.sparse.calibration_clients, len(assembly.names))
-    if not 2 <= clients <= scoring:
-        raise ConfigError(f"--clients is {clients}; allowed: 2 to {scoring}, the clients that scored in {folder.path}")
-    return client_masks(assembly, local_engine(assembly, ignore), clients=clients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +68,10 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
     models = FederationState.from_checkpoint(saved, assembly.names).client_models
-    bodies = {name: _without_head(params) for name, params in models.items()}
+    bodies = {
+        name: {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+        for name, params in models.items()
+    }
     first, *others = bodies
     for name in others:
         if any(not torch.equal(tensor, bodies[name][key]) for key, tensor in bodies[first].items()):
@@ -104,10 +82,6 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
     body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
     heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
-
-
-def _without_head(params: Params) -> Params:
-    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
 def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
@@ -158,11 +132,8 @@ def score_scales(
 
 def accuracy(run: TrainedRun, body: Params, split: Split) -> float:
     """The share of all clients' images of this split that the backbone with the run's heads recognises."""
-    jobs = [
-        Job(client=name, params={**body, **head}, round=0, options=EvaluateOptions(split=split))
-        for name, head in run.heads.items()
-    ]
-    updates = evaluate(jobs, run.assembly.site)
+    models = {name: {**body, **head} for name, head in run.heads.items()}
+    updates = evaluate(make_jobs(models, EvaluateOptions(split=split), round=0), run.assembly.site)
     total = sum(update.examples for update in updates)
     return sum(update.metrics["accuracy"] * update.examples for update in updates) / total
 

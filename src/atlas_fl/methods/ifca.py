@@ -62,7 +62,11 @@ class Ifca(Method):
             for label in sorted(set(own.values()))
         }
         found = losses(candidates)
-        best = {name: _least(by_label, own[name]) for name, by_label in found.items() if by_label}
+        best = {  # of the least loss; its own among equals
+            name: min(by_label, key=lambda label: (by_label[label], label != own[name]))
+            for name, by_label in found.items()
+            if by_label
+        }
         moved = {name: label for name, label in best.items() if label != own[name]}
         return Choice(
             server_state=_state_of({**own, **best}, found),
@@ -77,11 +81,6 @@ def draw_clusters(names: Sequence[str], *, count: int, seed: int) -> dict[str, i
     """The clusters of round one, as even as can be: a function of the seed."""
     order = generator(seed, "ifca").permutation(len(names))
     return {names[k]: place % count for place, k in enumerate(order.tolist())}
-
-
-def _least(losses: Mapping[int, float], own: int) -> int:
-    """The cluster of the least loss; its own among equals."""
-    return min(losses, key=lambda label: (losses[label], label != own))
 
 
 def _state_of(clusters: Mapping[str, int], losses: Mapping[str, Mapping[int, float]]) -> ServerState:

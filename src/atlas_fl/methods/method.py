@@ -27,15 +27,7 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import (
-    HEAD,
-    PRIVATE,
-    ByClient,
-    Params,
-    ServerState,
-    TreesByClient,
-    shared_params,
-)
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
 """From candidate models by number and client to each client's finite validation losses by number; clients that did not

@@ -57,18 +57,6 @@ class ServerOptimizer:
     tau: float = 1e-3
 
 
-def _adagrad(v: Tensor, square: Tensor, _beta2: float) -> Tensor:
-    return v + square
-
-
-def _yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    return v - (1 - beta2) * square * (v - square).sign()
-
-
-def _adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-    return beta2 * v + (1 - beta2) * square
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cohort:
     """Clients that have one model, or one head."""
@@ -321,18 +309,22 @@ class FedAdagrad(ServerStep):
     """Adagrad of the server on the average change (`--server-lr`, `--server-tau`)."""
 
     name = "fedadagrad"
-    optimizer = ServerOptimizer(lr=0.01, beta1=0.0, second_moment=_adagrad)
+    optimizer = ServerOptimizer(lr=0.01, beta1=0.0, second_moment=lambda v, square, _: v + square)
 
 
 class FedYogi(ServerStep):
     """Yogi of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
 
     name = "fedyogi"
-    optimizer = ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_yogi)
+    optimizer = ServerOptimizer(
+        lr=0.01, beta1=0.9, second_moment=lambda v, square, beta2: v - (1 - beta2) * square * (v - square).sign()
+    )
 
 
 class FedAdam(ServerStep):
     """Adam of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
 
     name = "fedadam"
-    optimizer = ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_adam)
+    optimizer = ServerOptimizer(
+        lr=0.01, beta1=0.9, second_moment=lambda v, square, beta2: beta2 * v + (1 - beta2) * square
+    )

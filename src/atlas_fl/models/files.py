@@ -17,7 +17,8 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from atlas_fl.errors import ModelError, short_repr
-from atlas_fl.models.registry import Family, is_hub_reachable
+from atlas_fl.models.registry import Family
+from atlas_fl.storage.hub import hub_fault
 from atlas_fl.storage.jsonl import from_json
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -39,7 +40,7 @@ _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 
 def is_local(source: str) -> bool:
     """Return whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
-    return Path(source).is_dir() or not is_hub_reachable()
+    return Path(source).is_dir() or hub_fault() is not None
 
 
 def find_file(source: str, file: str) -> Path | None:

@@ -6,16 +6,12 @@ stock transformers; a family is data, and its names are the stock names. A `Mode
 of a transformer: sizes and nothing else.
 """
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
@@ -334,21 +330,6 @@ def locate_model(name: str) -> str:
     if "/" in name or any(name == model.path for model in MODELS.values()):
         return name
     raise unknown_name("model", name, MODELS)
-
-
-def is_hub_reachable(*, timeout_seconds: float = 3.0) -> bool:
-    """Return whether the hub of models can be reached; its own client would try for half a minute.
-
-    Behind a proxy this cannot be told in advance and is taken as a yes.
-    """
-    if HF_HUB_OFFLINE or getproxies():
-        return not HF_HUB_OFFLINE
-    url = urlsplit(ENDPOINT)
-    try:
-        socket.create_connection((url.hostname or "", url.port or 443), timeout=timeout_seconds).close()
-    except OSError:
-        return False
-    return True
 
 
 def suggested_lr(name: str) -> float:

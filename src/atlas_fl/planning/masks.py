@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, ridge_head
-from atlas_fl.client.job import Job
-from atlas_fl.client.options import RidgeOptions, ScaleOptions, SensitivityOptions
+from atlas_fl.client.job import Job, make_jobs
+from atlas_fl.client.options import RidgeOptions, ScaleOptions
 from atlas_fl.config import check_mask_file
 from atlas_fl.config.schema import SparseConfig, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
@@ -22,7 +22,7 @@ from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import strategy_of
+from atlas_fl.setup.options import sensitivity_options, strategy_of
 from atlas_fl.sparse import masks
 from atlas_fl.sparse.codec import mask_size, values_size
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
@@ -48,7 +48,7 @@ def fit_heads_and_mask(
         messages += sent
     if assembly.config.sparse.has_mask:
         if mask is None:
-            mask, sent = _calibrate_body_mask(assembly, engine, models, scorers=_sample_scorers(assembly))
+            mask, sent = _calibrate_body_mask(assembly, engine, models)
             messages += sent
         messages += mask_messages(assembly, mask)
         heads = {
@@ -86,7 +86,7 @@ def check_heads(assembly: Assembly) -> None:
 def fit_heads(assembly: Assembly, engine: Engine, models: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Fit every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
     penalty, tasks = assembly.config.images.ridge, {client.name: client.task.name for client in assembly.clients}
-    jobs = [Job(client=name, params=models[name], round=0, options=RidgeOptions()) for name in tasks]
+    jobs = make_jobs(models, RidgeOptions(), round=0, clients=tasks)
     sums, messages = _sum_answers(engine, "ridge", jobs, kind="head", groups=tasks)
     heads = {task: ridge_head(task_sums[GRAM], task_sums[CROSS], penalty=penalty) for task, task_sums in sums.items()}
     fitted, head_messages = _assign_heads(assembly, models, heads)
@@ -147,23 +147,20 @@ def mask_messages(assembly: Assembly, mask: masks.Mask) -> list[LedgerRow]:
 
 
 def _calibrate_body_mask(
-    assembly: Assembly, engine: Engine, initial_models: ByClient, *, scorers: Sequence[str]
+    assembly: Assembly, engine: Engine, initial_models: ByClient
 ) -> tuple[masks.Mask, list[LedgerRow]]:
-    """The mask over the backbone by the config's strategy and these clients' scores, and the messages with the scores.
+    """The mask over the backbone by the config's strategy and clients' scores, and the messages with the scores.
 
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
     sparse, messages, body = assembly.config.sparse, list[LedgerRow](), _body_params(assembly, initial_models)
-    options = SensitivityOptions(
-        seed=assembly.config.run.seed,
-        examples=sparse.calibration_examples,
-        labels=sparse.fisher_labels,
-        names=tuple(body),
-    )
+    options = sensitivity_options(assembly.config, body)
+    count = min(sparse.calibration_clients, len(assembly.names))
+    drawn = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
+    scorers = [assembly.names[index] for index in sorted(drawn)]
 
     def score(params: Params) -> Params:
-        models = {name: {**initial_models[name], **params} for name in scorers}
-        jobs = [Job(client=name, params=model, round=0, options=options) for name, model in models.items()]
+        jobs = make_jobs({name: {**initial_models[name], **params} for name in scorers}, options, round=0)
         everyone = dict.fromkeys(scorers, "all")
         sums, sent = _sum_answers(engine, "sensitivity", jobs, kind="mask", groups=everyone, at_once=SCORES_AT_ONCE)
         messages.extend(sent)
@@ -182,25 +179,8 @@ def _calibrate_body_mask(
     return mask, messages
 
 
-def client_masks(assembly: Assembly, engine: Engine, *, clients: int) -> dict[str, masks.Mask]:
-    """The masks that single clients would make, each by its own scores: of the first `clients` that score."""
-    models: ByClient = assembly.full_models()
-    if should_fit_heads(assembly):
-        models, _ = fit_heads(assembly, engine, models)
-    return {
-        name: _calibrate_body_mask(assembly, engine, models, scorers=[name])[0]
-        for name in _sample_scorers(assembly)[:clients]
-    }
-
-
 def _body_params(assembly: Assembly, models: ByClient) -> Params:
     return {key: tensor for key, tensor in models[assembly.names[0]].items() if not key.startswith(HEAD)}
-
-
-def _sample_scorers(assembly: Assembly) -> list[str]:
-    count = min(assembly.config.sparse.calibration_clients, len(assembly.names))
-    sampled = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
-    return [assembly.names[index] for index in sorted(sampled)]
 
 
 def _ledger_row(client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:

@@ -24,12 +24,7 @@ from atlas_fl.models.registry import FAMILIES
 from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
-from atlas_fl.planning.masks import (
-    fit_heads_and_mask,
-    full_client_plans,
-    full_notes,
-    sparse_report,
-)
+from atlas_fl.planning.masks import fit_heads_and_mask, full_client_plans, full_notes, sparse_report
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.client.importance import IMPORTANCE
-from atlas_fl.client.job import Job
-from atlas_fl.client.options import ImportanceOptions
+from atlas_fl.client.job import make_jobs
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
@@ -37,11 +36,9 @@ from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities, fraction_b
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import cut_of, warmup_options
+from atlas_fl.setup.options import cut_of, importance_options
 from atlas_fl.split.channel import NO_CUTS, Cut
 
-IMPORTANCE_BATCHES = 4
-"""Batches on which importance is measured."""
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
 
@@ -186,12 +183,7 @@ def importance_by_client(
     assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> np.ndarray:
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
-    config = assembly.config
-    options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES)
-    jobs = [
-        Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
-        for name in assembly.names
-    ]
+    jobs = make_jobs(models, importance_options(assembly.config), round=round, cuts=cuts, clients=assembly.names)
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_on_all_clients(engine, "importance", jobs)])
 
 

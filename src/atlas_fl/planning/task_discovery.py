@@ -11,7 +11,7 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.client.fingerprint import FIRST, SECOND
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
@@ -165,10 +165,7 @@ def collect_fingerprints(
         raise invalid_value(
             "--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks"
         )
-    jobs = [
-        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
-        for name, params in warm_up_models(assembly, cuts).items()
-    ]
+    jobs = make_jobs(warm_up_models(assembly, cuts), options, round=round, cuts=cuts)
     return run_on_all_clients(engine, "fingerprint", jobs)
 
 
@@ -239,8 +236,5 @@ def make_client_graph(
 
 def validation_scores(assembly: Assembly, engine: Engine, models: ByClient, cuts: Mapping[str, Cut]) -> np.ndarray:
     """Each client's validation score of its model, (n,)."""
-    options = EvaluateOptions(split="validation")
-    jobs = [
-        Job(client=name, params=models[name], round=0, options=options, cut=cuts.get(name)) for name in assembly.names
-    ]
+    jobs = make_jobs(models, EvaluateOptions(split="validation"), round=0, cuts=cuts, clients=assembly.names)
     return np.array([update.metrics["primary"] for update in run_on_all_clients(engine, "evaluate", jobs)])

@@ -28,23 +28,9 @@ def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = Fal
     return Number(value=mean, text=plain(mean, sign=sign).text + (f" ±{half}" if half.strip("0.") else ""))
 
 
-def _ends(interval: Interval | None) -> Number:
-    if interval is None:
-        return plain(None)
-    return Number(value=interval[0], text=f"{interval[0]:.3f}..{interval[1]:.3f}")
-
-
-def _deviation(row: MethodRow) -> Number:
-    return plain(None if row.variance_in_tasks is None else row.variance_in_tasks**0.5)
-
-
 def _below_whole(row: MethodRow) -> Number:
     below = row.bytes_below_whole
     return Number(value=below, text=EMPTY if below is None else f"{100 * below:.2f}%")
-
-
-def _whole_time(row: MethodRow) -> Number:
-    return duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0))
 
 
 def shown(pair: PairedComparison) -> str:
@@ -57,14 +43,11 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
     "Scores": {
         "mean and 95%": lambda row: _with_half_width(row.statistics.mean, row.statistics.interval),
         "std": lambda row: plain(row.statistics.std),
-        "middle half": lambda row: plain(row.statistics.interquartile_mean),
-        "95% by seeds": lambda row: _ends(row.statistics.interquartile_interval),
-        "95% stratified": lambda row: _ends(row.statistics.stratified_interval),
     },
     "Clients": {
         "worst client": lambda row: plain(row.statistics.worst_client),
         "lowest third": lambda row: plain(row.statistics.lowest_third),
-        "devi-\nation": _deviation,
+        "devi-\nation": lambda row: plain(row.variance_in_tasks and row.variance_in_tasks**0.5),
         "over guess": lambda row: plain(row.gain_over_majority, sign=True),
         "hurt: local": lambda row: plain(row.statistics.hurt, 2),
         "hurt: FedAvg": lambda row: plain(row.hurt_by_average, 2),
@@ -81,7 +64,7 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
         "below whole": _below_whole,
         STEPS: lambda row: count(row.client_steps),
         MEMORY: lambda row: size(row.memory_bytes),
-        TIME: _whole_time,
+        TIME: lambda row: duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
     },
 }
 """Columns of the tables of methods, by title."""
@@ -90,8 +73,6 @@ PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
     "Against": {
         "difference and 95%": lambda pair: _with_half_width(pair.mean, pair.interval, sign=True),
         "d_z": lambda pair: plain(pair.effect_size, 1, sign=True),
-        "P (run beats run)": lambda pair: plain(pair.probability_of_improvement, 2),
-        "seeds needed": lambda pair: count(pair.seeds_needed),
         "shown": shown,
     },
     "Tests against": {
@@ -108,10 +89,7 @@ PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
 
 
 NOTES = {
-    "Scores": (
-        "test scores; std: over seeds of the mean over clients; middle half: interquartile mean over seeds x tasks; its"
-        " 95% by a bootstrap of whole seeds, and stratified: of seeds inside each task"
-    ),
+    "Scores": "test scores; std: over seeds of the mean over clients",
     "Clients": (
         "deviation: between the clients of a task; over guess: gain over guessing the commonest class; hurt: share of"
         " clients that score less than with local training, FedAvg, or the control"
@@ -125,10 +103,7 @@ NOTES = {
         " models and halves with them; device memory: what training takes of the client that needs most, as the plan"
         " predicts it; time: of a run here, with what the results had taken that it reused from earlier runs"
     ),
-    "Against": (
-        f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more; P (run beats"
-        " run): of runs of any two seeds; seeds needed: for a difference of that size, power .8"
-    ),
+    "Against": (f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more"),
     "Tests against": (
         "p by sign flips, Holm over the rows; least p: where so many seeds differ; P: Bayesian signed-rank, equal"
         f" within {ROPE:g}"

@@ -68,7 +68,12 @@ def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> t
         ConfigError: a federation has no finished run of `control`, or two runs of one row have the same seed.
         DataError: the runs of two methods have other clients.
     """
-    results = [_compare_federation(members, control=control) for members in by_federation(runs)]
+    groups: dict[tuple[str, int, str], list[FinishedRun]] = {}
+    for run in runs:
+        of_preset = run.config.run
+        dial = -1 if of_preset.dial is None else of_preset.dial
+        groups.setdefault((of_preset.preset, dial, _federation_key(run.config)), []).append(run)
+    results = [_compare_federation(groups[key], control=control) for key in sorted(groups)]
     counts = Counter(result.title for result in results)
     return tuple(
         replace(result, title=f"{result.title}, {setting_words(result.changed)}")
@@ -76,18 +81,6 @@ def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> t
         else result
         for result in results
     )
-
-
-def by_federation(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
-    """The runs of every federation, in the order of preset and dial."""
-    groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault(_federation_key(run.config), []).append(run)
-    return sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
-
-
-def _sort_key(config: Config) -> tuple[str, int, str]:
-    return config.run.preset or "", -1 if config.run.dial is None else config.run.dial, _federation_key(config)
 
 
 def _federation_key(config: Config) -> str:
@@ -118,7 +111,10 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
         comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
-        in_one_place=_scores_in_one_place(central),
+        in_one_place={
+            label: tuple(fmean(run.scores.scores.values()) for run in by_seed.values())
+            for label, by_seed in method_rows(central).items()
+        },
     )
 
 
@@ -208,14 +204,6 @@ def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
     others = sum(record != first for record in records)
     partly = f"; {others} of {len(records)} runs have no such record" if others else ""
     return f"{first}{partly}"
-
-
-def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:
-    """Mean test scores by seed, by the row."""
-    return {
-        label: tuple(fmean(run.scores.scores.values()) for run in by_seed.values())
-        for label, by_seed in method_rows(runs).items()
-    }
 
 
 def _in_order(methods: Mapping[str, Any], control: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from atlas_fl.report.statistics import (
     share_of_draws,
     task_means,
 )
-from atlas_fl.rng import generator
 
 BASELINE = "local"
 AVERAGE = "fedavg"
@@ -137,7 +136,6 @@ def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | 
         scores={name: tuple(map(tuple, values.tolist())) for name, values in scores.items()},
         rows={
             name: _row(
-                name,
                 runs,
                 clients,
                 local=scores.get(BASELINE),
@@ -165,7 +163,7 @@ def _by_examples(compared: MethodComparison, drawn: Mapping[str, Sequence[Any]])
         for name, row in compared.rows.items()
     }
     pairs = {
-        name: replace(pair, interval=intervals[name], bayesian=share_of_draws(draws[name]), seeds_needed=None)
+        name: replace(pair, interval=intervals[name], bayesian=share_of_draws(draws[name]))
         for name, pair in compared.pairs.items()
     }
     return replace(compared, rows=rows, pairs=pairs, by_examples=intervals)
@@ -211,7 +209,7 @@ def _chance_words(pair: PairedComparison | None) -> str:
 
 def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:
     """Groups of runs that differ in their seed alone, compared with nothing; groups may differ in their clients."""
-    rows = {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+    rows = {name: _row(runs, list(runs[0].scores)) for name, runs in groups.items()}
     return MethodComparison(control="", seeds=(), clients=(), scores={}, rows=rows, pairs={})
 
 
@@ -224,7 +222,6 @@ def _matrix(runs: Sequence[RunScores], clients: Sequence[str]) -> Matrix:
 
 
 def _row(
-    name: str,
     runs: Sequence[RunScores],
     clients: Sequence[str],
     *,
@@ -235,9 +232,8 @@ def _row(
     """The row of these runs; clients may be hurt against local training, the average and the control."""
     scores = _matrix(runs, clients)
     tasks = [runs[0].tasks[client] for client in clients]
-    rng = generator(0, "statistics", "bootstrap", name)
     return MethodRow(
-        statistics=describe_method(scores, tasks=tasks, rng=rng, baseline=local),
+        statistics=describe_method(scores, baseline=local),
         hurt_by_average=None if average is None else hurt_share(scores, average),
         hurt_by_control=None if control is None else hurt_share(scores, control),
         variance_in_tasks=variance_in_tasks(scores, tasks),

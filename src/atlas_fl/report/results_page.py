@@ -72,17 +72,13 @@ def write_page(
         ranks=ranks,
         ranks_table=None if ranks is None else ranks_table(ranks, control=controls[0]),
         results=results,
-        markdown=_markdown,
+        markdown=lambda table: "\n".join(table.markdown()),
         about=_about,
         tables=partial(_tables, every=every_table),
         sentence=sentence_of,
         places=lines_in_one_place,
         seeds=_seeds_words,
     )
-
-
-def _markdown(table: Table) -> str:
-    return "\n".join(table.markdown())
 
 
 def _tables(result: FederationResults, *, every: bool) -> list[Table]:

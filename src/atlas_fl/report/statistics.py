@@ -1,17 +1,16 @@
-"""Statistics over seeds: intervals by t and bootstrap, paired permutation, Wilcoxon and Bayesian tests, Holm, power.
+"""Statistics over seeds: intervals by t, paired permutation, Wilcoxon and Bayesian tests, Holm.
 
 The seed is the unit of replication: the clients of a run share its partition, initialisation and rounds, so they are
 averaged before anything is tested. Formulas and sources: docs/algorithms/statistics.md.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
-from scipy import special, stats
+from scipy import stats
 
 from atlas_fl.rng import generator
 
@@ -22,7 +21,6 @@ Interval = tuple[float, float]
 
 ALPHA = 0.05
 """Level of tests; intervals hold 1 - ALPHA."""
-POWER = 0.8
 ROPE = 0.01
 """Differences up to this, in units of the score, are no difference in practice: one point of accuracy."""
 PRIOR = 0.5
@@ -30,10 +28,6 @@ PRIOR = 0.5
 EXACT_PAIRS = 15
 """Up to so many pairs that differ every flip of signs is counted, and beyond as many random ones."""
 DRAWS = 50_000
-RESAMPLES = 50_000
-TRIM = 0.25
-"""Share that the interquartile mean leaves out at either end."""
-MOST_SEEDS = 1000
 DECIMALS = 12
 """Differences are rounded to these: .83 - .82 and .52 - .51 are then equal, and their ranks tied."""
 TIE = 0.5 * 10.0**-DECIMALS
@@ -51,12 +45,6 @@ class MethodStatistics:
     """Standard deviation over seeds of the mean over clients (n - 1)."""
     interval: Interval | None
     """95% t interval of the mean."""
-    interquartile_mean: float
-    """Mean of the middle half of all seeds x tasks (Agarwal et al., 2021)."""
-    interquartile_interval: Interval | None
-    """95% percentile interval of the interquartile mean by a bootstrap of seeds with all their tasks."""
-    stratified_interval: Interval | None
-    """The same by the stratified bootstrap of Agarwal et al.: seeds drawn inside each task on their own."""
     worst_client: float
     """Mean over seeds of the lowest client's score."""
     lowest_third: float
@@ -95,11 +83,7 @@ class PairedComparison:
     """`sign_flip_p` after Holm over all comparisons with the control; None for a comparison that stands alone."""
     wilcoxon_p: float
     """Two-sided p of Wilcoxon's signed-rank test."""
-    probability_of_improvement: float
-    """Chance that a run of the first method scores more than a run of the second, whatever their seeds."""
     bayesian: BayesianComparison
-    seeds_needed: int | None
-    """Seeds at which a paired t test sees this effect size in four of five studies; None if over 1000 or unknown."""
 
 
 def share_of_draws(differences: Float64[np.ndarray, " draws"]) -> BayesianComparison:
@@ -109,23 +93,11 @@ def share_of_draws(differences: Float64[np.ndarray, " draws"]) -> BayesianCompar
 
 
 def describe_method(
-    scores: Float64[np.ndarray, "seeds clients"],
-    *,
-    tasks: Sequence[str],
-    rng: np.random.Generator,
-    baseline: Float64[np.ndarray, "seeds clients"] | None = None,
+    scores: Float64[np.ndarray, "seeds clients"], *, baseline: Float64[np.ndarray, "seeds clients"] | None = None
 ) -> MethodStatistics:
-    """Statistics of one method.
-
-    Args:
-        scores: of finished runs.
-        tasks: the task of each client; the interquartile mean is over seeds x tasks.
-        rng: of the bootstrap.
-        baseline: scores of the method against which clients may be hurt.
-    """
+    """Statistics of one method; clients may be hurt against the scores of the baseline."""
     seeds, clients = scores.shape
     means = scores.mean(axis=1)
-    runs = task_means(scores, tasks)
     lowest = np.sort(scores, axis=1)[:, : -(-clients // 3)]
     several = seeds > 1
     return MethodStatistics(
@@ -134,9 +106,6 @@ def describe_method(
         mean=float(means.mean()),
         std=float(means.std(ddof=1)) if several else None,
         interval=t_interval(means) if several else None,
-        interquartile_mean=float(stats.trim_mean(runs.ravel(), TRIM)),
-        interquartile_interval=bootstrap_interval(runs, rng=rng, whole_seeds=True) if several else None,
-        stratified_interval=bootstrap_interval(runs, rng=rng) if several else None,
         worst_client=float(lowest[:, 0].mean()),
         lowest_third=float(lowest.mean()),
         hurt=None if baseline is None else hurt_share(scores, baseline),
@@ -160,24 +129,6 @@ def t_interval(values: Float64[np.ndarray, " seeds"]) -> Interval:
     """Student's interval of the mean of two or more values."""
     half = stats.t.ppf(1 - ALPHA / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
-
-
-def bootstrap_interval(
-    runs: Float64[np.ndarray, "seeds tasks"], *, rng: np.random.Generator, whole_seeds: bool = False
-) -> Interval:
-    """Percentile interval of the interquartile mean, seeds drawn again with replacement (Agarwal et al., NeurIPS 2021).
-
-    Args:
-        runs: a column for each task or federation.
-        rng: draws the seeds.
-        whole_seeds: a drawn seed brings all its columns. False draws inside each column on its own, as rliable does,
-            which is right where columns are runs of their own; tasks of one federation share their runs, and if a good
-            seed is good for all of them, the interval is then too narrow.
-    """
-    seeds, tasks = runs.shape
-    drawn = rng.integers(seeds, size=(RESAMPLES, seeds, 1 if whole_seeds else tasks))
-    means = stats.trim_mean(runs[drawn, np.arange(tasks)].reshape(RESAMPLES, -1), TRIM, axis=1)
-    return percentile_interval(means)
 
 
 def percentile_interval(draws: Float64[np.ndarray, " draws"]) -> Interval:
@@ -221,9 +172,7 @@ def compare_pair(
         least_p=least_sign_flip_p(int(np.count_nonzero(differences))),
         adjusted_p=None,
         wilcoxon_p=signed_rank_p(differences, rng=rng),
-        probability_of_improvement=probability_of_improvement(first, second),
         bayesian=bayesian_signed_rank(differences, rng=rng),
-        seeds_needed=None if effect is None else seeds_needed(effect),
     )
 
 
@@ -256,15 +205,6 @@ def signed_rank_p(differences: Float64[np.ndarray, " seeds"], *, rng: np.random.
     return sign_flip_p(stats.rankdata(np.abs(moved)) * np.sign(moved), rng=rng)
 
 
-def probability_of_improvement(first: Float64[np.ndarray, "..."], second: Float64[np.ndarray, "..."]) -> float:
-    """Mann-Whitney's U over n_x n_y: how often a run of the first scores more than one of the second, ties half.
-
-    (seeds,), or (seeds, tasks) for the mean over tasks (Agarwal et al., 2021). Runs are not paired; their numbers may
-    differ.
-    """
-    return float(0.5 + 0.5 * np.sign(round_scores(first[:, None] - second[None, :])).mean())
-
-
 def bayesian_signed_rank(
     differences: Float64[np.ndarray, " seeds"], *, rng: np.random.Generator, rope: float = ROPE, draws: int = DRAWS
 ) -> BayesianComparison:
@@ -283,22 +223,6 @@ def bayesian_signed_rank(
     largest = masses >= masses.max(axis=1, keepdims=True) - TIE
     worse, equal, better = (largest / largest.sum(axis=1, keepdims=True)).mean(axis=0).tolist()
     return BayesianComparison(left=worse, rope=equal, right=better)
-
-
-def seeds_needed(effect_size: float, *, power: float = POWER) -> int | None:
-    """The least number of seeds, from 2, at which a two-sided paired t test has this power for d_z; None over 1000.
-
-    Under the effect the statistic is noncentral t with n - 1 degrees of freedom and noncentrality d_z sqrt(n), and its
-    square is noncentral F, which has both tails in one and, unlike scipy's nct, is no NaN where one of them vanishes.
-    """
-
-    def power_of(seeds: int) -> float:
-        critical = stats.t.ppf(1 - ALPHA / 2, seeds - 1) ** 2
-        return 1 - float(special.ncfdtr(1, seeds - 1, seeds * effect_size**2, critical))
-
-    numbers = range(2, MOST_SEEDS + 1)
-    index = bisect_left(numbers, power, key=power_of)
-    return numbers[index] if index < len(numbers) else None
 
 
 def holm(p_values: Sequence[float] | Float64[np.ndarray, " tests"]) -> Float64[np.ndarray, " tests"]:

@@ -44,7 +44,13 @@ def sweep_chart(changes: Sequence[Mapping[str, str]], scores: Sequence[float], *
     for line, by_value in cells.items():
         for value, of_seeds in by_value.items():
             rows += _rows(line, value, of_seeds)
-    rows.sort(key=_place if is_numeric else _mean)
+
+    def place(row: Row) -> float:
+        if not is_numeric:
+            return -float(row["mean"])
+        return float("inf") if row["value"] == EVENLY else float(row["value"])
+
+    rows.sort(key=place)
     values = list(dict.fromkeys(row["value"] for row in rows))
     seeds = len(rows) // sum(map(len, cells.values()))
     how = "mean over clients, one seed"
@@ -70,14 +76,6 @@ def _rows(line: str, value: str, scores: Sequence[float]) -> list[Row]:
     std = stdev(scores) if len(scores) > 1 else 0.0
     cell = {"line": line, "value": value, "mean": mean, "low": mean - std, "high": mean + std}
     return [{**cell, "of_seed": score} for score in scores]
-
-
-def _place(row: Row) -> float:
-    return float("inf") if row["value"] == EVENLY else float(row["value"])
-
-
-def _mean(row: Row) -> float:
-    return -float(row["mean"])
 
 
 def word_of(setting: str) -> str:

@@ -14,11 +14,11 @@ import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
-from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
+from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.chat import last_answer
-from atlas_fl.data.clients import BY_CLASSES, ClientData, client_names, group_by, make_clients, site_of
+from atlas_fl.data.clients import ClientData, client_names, group_by, make_clients, site_of
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
@@ -46,7 +46,7 @@ from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_byte
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
 from atlas_fl.runtime.attacks import ATTACKS, with_flipped_labels
-from atlas_fl.setup.options import configured_attackers, scale_of
+from atlas_fl.setup.options import configured_attackers, dealing_of, scale_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
@@ -181,17 +181,7 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
     clients = make_clients(
         separate_sources(tasks) if config.data.one_task else tasks,
         source_of(config),
-        clients_per_task=per_task,
-        samples=config.data.samples,
-        validation_samples=config.data.validation_samples,
-        test_samples=config.data.test_samples,
-        partition=config.data.partition if config.images.nc == ALL_CLASSES else BY_CLASSES,
-        classes_per_client=None if config.images.nc == ALL_CLASSES else int(config.images.nc),
-        dirichlet_alpha=config.data.dirichlet_alpha,
-        seed=config.run.seed,
-        shuffle_labels=config.data.shuffle_labels,
-        client_sizes=config.data.client_sizes,
-        test_mix=config.data.test_mix,
+        **dealing_of(config),
         secrets=_read_secrets(config, () if config.data.centralized else named),
     )
     if config.data.one_task:

@@ -1,16 +1,17 @@
 """From a config to the options of clients, rules, cuts and attackers, and to the clients that a round samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypedDict
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import knob_values, method_class, rule_of
+from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.settings import settings, value_of
-from atlas_fl.data.clients import ClientData
+from atlas_fl.data.clients import BY_CLASSES, ClientData
 from atlas_fl.data.task import Task
 from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
@@ -42,6 +43,20 @@ def lora_of(config: Config) -> LoraScale:
 def settings_for(config: Config, options: type) -> dict[str, Any]:
     """The values of this config's settings after which fields of an options class are named, by name."""
     return {field.name: value_of(config, field.name) for field in fields(options) if field.name in settings()}
+
+
+_DEALT = (
+    *("clients_per_task", "samples", "validation_samples", "test_samples", "partition", "dirichlet_alpha"),
+    *("seed", "shuffle_labels", "client_sizes", "test_mix"),
+)
+
+
+def dealing_of(config: Config) -> dict[str, Any]:
+    """The arguments with which `make_clients` deals out tasks under this config."""
+    values = {name: value_of(config, name) for name in _DEALT}
+    if config.images.nc == ALL_CLASSES:
+        return values
+    return {**values, "partition": BY_CLASSES, "classes_per_client": int(config.images.nc)}
 
 
 def strategy_of(config: Config) -> Method:
@@ -111,15 +126,10 @@ def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
-def num_participants(clients: int, participation: float) -> int:
-    """Number of clients that train in a round: the nearest whole number, halves up, and at least one."""
-    # Python's own rounding goes to the even one.
-    return max(1, int(participation * clients + 0.5))
-
-
 def sample_clients(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
     """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
-    count = num_participants(len(names), participation)
+    # the nearest whole number, halves up; Python's own rounding goes to the even one
+    count = max(1, int(participation * len(names) + 0.5))
     chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
     return tuple(names[index] for index in sorted(chosen))
 
@@ -194,6 +204,22 @@ def warmup_options(config: Config) -> TrainOptions:
         clip=config.training.clip,
         **optimizer_options(config, config.optimizer(images=False)),
     )
+
+
+IMPORTANCE_BATCHES = 4
+"""Batches on which importance is measured."""
+
+
+def importance_options(config: Config) -> ImportanceOptions:
+    """The options with which clients measure the importance of layers."""
+    return ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES)
+
+
+def sensitivity_options(config: Config, names: Iterable[str]) -> SensitivityOptions:
+    """The options of scores for the mask over these parameters."""
+    sparse = config.sparse
+    examples, labels = sparse.calibration_examples, sparse.fisher_labels
+    return SensitivityOptions(seed=config.run.seed, examples=examples, labels=labels, names=tuple(names))
 
 
 def warmup_rank(config: Config) -> int:

@@ -55,7 +55,8 @@ def task_row(
     named = {option: str(value) for option, value in options.items() if option in _COLUMNS}
     if "all" not in tables:
         named["split"] = "split"
-        tables = {split: {**table, "split": [split] * _length(table)} for split, table in tables.items()}
+        lengths = {split: len(next(iter(table.values()), ())) for split, table in tables.items()}
+        tables = {split: {**table, "split": [split] * lengths[split]} for split, table in tables.items()}
     columns = {"text": "text", **({} if "target" in named else {"label": "label"}), **named}
     if "task" in named:
         columns["task"] = named["task"].partition(":")[0]
@@ -100,10 +101,6 @@ def _columns(rows: Sequence[Any]) -> Table:
         )
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _length(table: Table) -> int:
-    return len(next(iter(table.values()), ()))
 
 
 def _line(row: Mapping[str, Any], number: int, name: str, *, lists: str | None) -> str:

@@ -2,15 +2,12 @@
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli.watch import Watched
 from atlas_fl.report.html.write import write_report
-from tests.cli.test_watch import serving
 from tests.report.html.chromium import Tab, find_chromium, open_browser
 from tests.report.html.hostile import NAMES, rename
 
@@ -77,31 +74,6 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab, is_dark: bool) -> No
 
 
 @pytest.mark.slow
-def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab) -> None:
-    run = make_run(rounds=2)
-    (run / "summary.json").unlink()
-    with serving(Watched(runs=(run,), runs_dir=run.parent, token=None)) as port:
-        for width in (1440, 375):
-            tab.open(f"http://127.0.0.1:{port}/", width=width)
-            assert overflow(tab) <= 0, width
-            assert cut_tables(tab) == [], width
-        shown = "document.querySelector('.warning')?.textContent ?? ''"
-        assert "after round 2" in tab.evaluate(shown)
-        tab.wait("performance.getEntriesByType('resource').length > 0")  # it has looked once
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        newer = "".join(json.dumps(row | {"round": 3}) + "\n" for row in rows if row["round"] == 2)
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(newer)
-        until = time.monotonic() + 60
-        while "after round 3" not in tab.evaluate(shown) and time.monotonic() < until:
-            time.sleep(0.2)
-        assert "after round 3" in tab.evaluate(shown)
-        assert tab.complaints == []
-        assert {url.split("?")[0] for url in tab.requests} == {f"http://127.0.0.1:{port}/"}
-        tab.call("Page.navigate", url="about:blank")  # before the server goes, which it would miss
-
-
-@pytest.mark.slow
 def test_a_comparison_fits_every_width_and_is_quiet(compared, tab) -> None:
     for width in WIDTHS:
         tab.open(compared, width=width, is_dark=width == 768)
@@ -111,26 +83,22 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared, tab) -> None:
 
 
 @pytest.mark.slow
-def test_a_list_of_watched_runs_and_its_pages_are_whole(make_run, tab) -> None:
+def test_a_page_with_a_long_name_and_gains_is_whole(make_run, tab) -> None:
     long = "a-hospital-of-a-rather-long-name-and-its-notes-fedavg_cluster-all-minilm-l6-v2-s42-0123456789"
-    runs = [make_run(f"{long}-{seed}", seed=seed, rounds=2) for seed in (1, 2)]
-    for run in runs:
-        summary = json.loads((run / "summary.json").read_text())
-        clients = {
-            name: {"together": 0.75, "alone": 0.7, "gain": 0.05, "interval": [-0.01, 0.11]}
-            for name in summary["clients"]
-        }
-        gains = {"clients": clients, "mean": {"gain": 0.05, "interval": [0.0, 0.1]}, "of": len(clients), "seconds": 1.0}
-        (run / "summary.json").write_text(json.dumps({**summary, "alone": gains}))
-    with serving(Watched(runs=tuple(runs), runs_dir=runs[0].parent, token=None)) as port:
-        for place in ("", f"{runs[0].name}"):
-            for width in (1440, 375):
-                tab.open(f"http://127.0.0.1:{port}/{place}", width=width)
-                assert overflow(tab) <= 0, (place, width)
-                assert cut_tables(tab) == [], (place, width)
-        first = tab.evaluate("document.querySelector('section p').textContent")
-        assert re.match(r"\d of \d clients gain from training together, mean \+0.050", first)
-        tab.call("Page.navigate", url="about:blank")
+    run = make_run(long, rounds=2)
+    summary = json.loads((run / "summary.json").read_text())
+    clients = {
+        name: {"together": 0.75, "alone": 0.7, "gain": 0.05, "interval": [-0.01, 0.11]} for name in summary["clients"]
+    }
+    gains = {"clients": clients, "mean": {"gain": 0.05, "interval": [0.0, 0.1]}, "of": len(clients), "seconds": 1.0}
+    (run / "summary.json").write_text(json.dumps({**summary, "alone": gains}))
+    page = write_report([run])
+    for width in (1440, 375):
+        tab.open(page, width=width)
+        assert overflow(tab) <= 0, width
+        assert cut_tables(tab) == [], width
+    first = tab.evaluate("document.querySelector('section p').textContent")
+    assert re.match(r"\d of \d clients gain from training together, mean \+0.050", first)
 
 
 @pytest.mark.product

@@ -8,11 +8,7 @@ from atlas_fl.errors import ConfigError, first_of
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 from atlas_fl.report.comparison_tables import method_tables, pair_tables
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
-from atlas_fl.report.federation_results import (
-    FederationResults,
-    federation_results,
-    setting_words,
-)
+from atlas_fl.report.federation_results import FederationResults, federation_results, setting_words
 from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.format import isolate
 from atlas_fl.report.html.comparison_charts import difference_chart, fronts, score_chart

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import ClassVar, TypeAlias
 
 import vl_convert
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from atlas_fl.report.html.charts import Chart, look
 from atlas_fl.report.table import Cell, Number, Table
@@ -80,34 +80,22 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     warnings: Sequence[str] = field(default=())
-    links: Sequence[tuple[str, str]] = field(default=())
-    """Other pages of the same server: (name, address)."""
 
 
-def render(page: Page, *, state: str | None = None) -> str:
-    """The text of the page: HTML with its styles, its scripts and all data inside.
-
-    With the `state` that it was made from it asks the server that it came from for news, and loads itself again where
-    that has another; else it asks nobody.
-    """
+def render(page: Page) -> str:
+    """The text of the page: HTML with its styles, its scripts and all data inside; it asks nobody."""
     has_charts = any(isinstance(block, Chart) for section in page.sections for block in section.blocks)
-    library, news = [_chart_library()] if has_charts else [], [] if state is None else [asset("live.js")]
-    scripts = [*library, asset("page.js"), *news]
+    scripts = [*([_chart_library()] if has_charts else []), asset("page.js")]
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'"
-    return (
-        _environment()
-        .get_template("page.html.jinja")
-        .render(
-            page=page,
-            generator=GENERATOR,
-            has_charts=has_charts,
-            look=in_script(to_json(look())),
-            style=asset("page.css"),
-            scripts=scripts,
-            policy=policy if state is None else f"{policy}; connect-src 'self'",
-            state=state,
-        )
+    return _template().render(
+        page=page,
+        generator=GENERATOR,
+        has_charts=has_charts,
+        look=in_script(to_json(look())),
+        style=asset("page.css"),
+        scripts=scripts,
+        policy=policy,
     )
 
 
@@ -126,14 +114,11 @@ def in_script(text: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    loader = DictLoader({"page.html.jinja": asset("page.html.jinja")})
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.tests["number"] = lambda cell: isinstance(cell, Number)
     environment.filters["payload"] = payload
-    return environment
+    return environment.from_string(asset("page.html.jinja"))
 
 
 @cache

@@ -99,6 +99,8 @@ def _outcome(record: Record) -> list[Block]:
         facts.append(("less than the whole model in every round", share(full["reduction"]), ""))
     facts.append(PRIVACY)
     told = gain_note(record.summary)
+    alone = record.summary["alone"]["clients"].items() if told else ()
+    gains = sorted(({"client": name, **entry} for name, entry in alone), key=lambda entry: -entry["gain"])
     return [
         *([Text(lines=[told])] if told else []),
         Facts(facts=facts),
@@ -106,14 +108,9 @@ def _outcome(record: Record) -> list[Block]:
         closing_table(summary),
         *site_tables(summary),
         _client_table(record, clients),
-        *([_gain_table(record.summary["alone"])] if told else []),
+        *([table_of("Together and alone", GAINS, gains, note=GAINS_NOTE)] if told else []),
         *_class_tables(record),
     ]
-
-
-def _gain_table(found: Mapping[str, Any]) -> Table:
-    entries = [{"client": name, **entry} for name, entry in found["clients"].items()]
-    return table_of("Together and alone", GAINS, sorted(entries, key=lambda entry: -entry["gain"]), note=GAINS_NOTE)
 
 
 def _ends(interval: list[float]) -> Cell:

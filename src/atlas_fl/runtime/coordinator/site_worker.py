@@ -21,14 +21,7 @@ from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import (
-    CUT,
-    CutInfo,
-    read_job,
-    read_payloads,
-    update_message,
-    write_payloads,
-)
+from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message

@@ -16,12 +16,7 @@ import torch
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
-from atlas_fl.client.split_server import (
-    CutRequest,
-    ServerHalf,
-    answers_to,
-    merge_updates,
-)
+from atlas_fl.client.split_server import CutRequest, ServerHalf, answers_to, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select

@@ -7,7 +7,7 @@ simulation.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, TypeAlias, get_args
 
 import numpy as np
@@ -69,14 +69,7 @@ class TaskLabels:
 
 def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
     """The labels of this task, or of the task of a client with this metadata."""
-    return TaskLabels(
-        num_labels=task.num_labels,
-        metric=task.metric,
-        label_names=task.label_names,
-        images=task.images,
-        positive=task.positive,
-        multilabel=task.multilabel,
-    )
+    return TaskLabels(**{field.name: getattr(task, field.name) for field in fields(TaskLabels)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +108,13 @@ class ClientMetadata:
 def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     """The metadata that this client sends to the server: plain data for strict JSON."""
     task = client.task
-    rows: dict[Split, Any] = {"train": client.train, "validation": client.validation, "test": client.test}
     metadata = ClientMetadata(
+        **asdict(labels_of_task(task)),
         task=task.name,
-        num_labels=task.num_labels,
-        metric=task.metric,
-        label_names=task.label_names,
         max_length=task.max_length,
-        examples={split: len(split_rows) for split, split_rows in rows.items()},
-        labels={split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
-        lengths={split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
-        images=task.images,
-        positive=task.positive,
-        multilabel=task.multilabel,
+        examples={split: len(rows) for split, rows in client.splits.items()},
+        labels={split: _spread(rows.label, task) for split, rows in client.splits.items()},
+        lengths={split: _lengths(rows) for split, rows in tokens.splits.items()},
         left_out=client.left_out,
     )
     return asdict(metadata)
@@ -198,17 +185,7 @@ def _split_fault(metadata: ClientMetadata, split: Split) -> str:
 
 def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData, ClientTokens]:
     """A client with these counts, labels and lengths, without a text, an image or a token in it."""
-    task = Task(
-        name=metadata.task,
-        num_labels=metadata.num_labels,
-        metric=metadata.metric,
-        max_length=metadata.max_length,
-        label_names=metadata.label_names,
-        images=metadata.images,
-        positive=metadata.positive,
-        multilabel=metadata.multilabel,
-        load=_at_the_site,
-    )
+    task = Task(**asdict(metadata.task_labels), name=metadata.task, max_length=metadata.max_length, load=_at_the_site)
     rows = {split: _rows(metadata, task, split) for split in SPLITS}
     client = ClientData(
         name=name,

@@ -21,14 +21,7 @@ from atlas_fl.runtime.transport.connections import (
     raise_descriptor_limit,
 )
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
-from atlas_fl.runtime.transport.frames import (
-    CHUNK,
-    FRAME_LIMIT,
-    Frame,
-    FrameTooLongError,
-    join_chunks,
-    split_frame,
-)
+from atlas_fl.runtime.transport.frames import CHUNK, FRAME_LIMIT, Frame, FrameTooLongError, join_chunks, split_frame
 from atlas_fl.runtime.transport.sessions import HereAlreadyError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
