@@ -456,7 +456,7 @@ def tokenise(
     held_out: tuple[Split, Split] = ("validation", "test")
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
-        if rows.pair or task.chat:
+        if rows.text and (rows.pair or task.chat):
             room = max_sequence_length(backbone) - config.new_tokens
             if room < 1:
                 raise ConfigError(
