@@ -1,7 +1,7 @@
 """Federations that learn preferences (DPO) on a tiny model: trained, audited, gone on with, and across processes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config, to_toml, with_values
-from atlas_fl.errors import ConfigError
+from atlas_fl.config import with_values
 from atlas_fl.experiment.answers import evaluate_run
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.round_costs import heaviest_step
+from atlas_fl.runtime.protocol.client_metadata import metadata_of, placeholder_client, read_metadata
 from atlas_fl.setup.assembly import assemble
 from tests.runs.federation import Federation
 from tests.runs.finished import FinishedRuns, Make
@@ -33,18 +33,16 @@ def preferences(config: Make, tmp_path: Path, writer_of: Callable) -> Make:
     source = np.random.default_rng(4)
     lines = []
     for number in range(80):
-        row = {
-            "prompt": "".join(source.choice([*"abcd"], size=6)),
-            "chosen": "ja",
-            "rejected": ("si", "no")[number % 3 // 2],
-        }
-        lines.append(json.dumps({**row, "who": f"who{number % 2}"}) + "\n")
+        kind, answers = number // 2 % 2, ("ja", "si")
+        asked = "".join(source.choice([*("abcd", "wxyz")[kind]], size=8))
+        row = {"prompt": asked, "chosen": answers[kind], "rejected": answers[1 - kind]}
+        lines.append(json.dumps(row | {"who": f"who{number % 2}"}) + "\n")
     for name, own in (("pairs", lines), ("wish-0", lines[::2]), ("wish-1", lines[1::2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(own))
     task = f"wish={tmp_path}/pairs.jsonl,{FORM},client=who,template={tmp_path}/own.jinja"
-    values = {"ranks": "4", "rounds": 3, "max_length": 32, "lr": 1e-2, "dpo_beta": 0.5, "rouge_examples": 0}
+    values = {"ranks": "4", "rounds": 3, "max_length": 32, "lr": 1e-3, "dpo_beta": 0.5, "rouge_examples": 0}
     base = config(strategy="fedavg", clusters="oracle", model=writer_of("qwen2").path, **values)
-    base = replace(base, data=replace(base.data, tasks=(), task=(task,), clients_per_task=3, samples=24))
+    base = replace(base, data=replace(base.data, tasks=(), task=(task,), clients_per_task=3, samples=28))
     return lambda **changes: with_values(base, {key: str(value) for key, value in changes.items()})
 
 
@@ -62,13 +60,79 @@ def test_preferences_are_learned_audited_and_gone_on_with(
 ) -> None:
     whole = finished(preferences(strategy=strategy, name="whole"))
     passing_audit(whole.folder)
+    assert ("halves" in {row["kind"] for row in rows(whole.folder, "ledger")}) == (strategy == "atlas")
     shares = preferred(whole.folder)
-    assert shares[0] < shares[-1] > 0.8, shares
+    assert 0.5 < shares[0] < shares[-1] == 1
     parts = run_config(preferences(strategy=strategy, name="parts", max_rounds=1))
     assert not parts.complete
-    assert resume_run(parts.folder, max_rounds=None).complete
+    assert resume_run(parts.folder).complete
     check_same_runs(whole.folder, parts.folder)
     if strategy == "fedavg":
         scores = evaluate_run(whole.folder).scores["who0"]
         assert scores["base"]["preferred"] == 0 < scores["federated"]["preferred"]
         assert scores["federated"]["preferred"] == whole.summary["clients"]["who0"]["final"]["test"]["preferred"]
+
+
+@pytest.mark.slow
+def test_workers_and_a_frozen_prefix_make_the_same_run(preferences: Make, finished: FinishedRuns) -> None:
+    how = {"pack_tokens": 300, "adapted_blocks": 1, "rounds": 2}
+    whole = finished(preferences(name="whole", **how))
+    found = run_config(preferences(name="workers", **how), backend=in_threads(2))
+    check_same(whole.folder, found.folder)
+    without = run_config(preferences(name="without", prefix_cache_gb=0, **how))
+    check_same_runs(whole.folder, without.folder)
+
+
+@pytest.mark.slow
+def test_sites_learn_the_preferences_of_their_own_rows(preferences: Make, tmp_path: Path, programs: Programs) -> None:
+    plain = preferences(name="served", pack_tokens=1)
+    (task,) = plain.data.task
+    config = replace(plain, data=replace(plain.data, task=(task.replace(",client=who", ""),)))
+    fed = Federation(config, tmp_path, {"wish-0": "cpu_2gb", "wish-1": "tablet_4gb"}, programs, None)
+    server, port = fed.serve()
+    started = [server]
+    for name, device in fed.sites.items():
+        task = f"wish={name}.jsonl,{FORM},template=own.jinja"
+        words = ("--certs", f"certs/{name}", "--task", task, "--device", device, "--max-rounds-per-example", "2")
+        started.append(programs.start("join", f"localhost:{port}", *words, "--least-examples", "2", folder=tmp_path))
+    for program in started:
+        program.end()
+    passing_audit(fed.served.path)
+    assert preferred(fed.served.path)[-1] == 1
+
+
+def test_a_step_is_planned_with_the_rejected_answers(preferences: Make) -> None:
+    steps = {}
+    for beta in ("none", "0.1"):
+        assembly = assemble(preferences(dpo_beta=beta))
+        steps[beta] = heaviest_step(assembly, assembly.clients[0], None)
+        name = assembly.clients[0].name
+        _, placed = placeholder_client("a-0", read_metadata(metadata_of(assembly.clients[0], assembly.site.data[name])))
+        lengths = [tokens.splits["train"].step_lengths for tokens in (placed, assembly.site.data[name])]
+        assert sorted(lengths[0]) == sorted(lengths[1])
+    # all answers have two letters
+    assert steps["0.1"].tokens == 2 * steps["none"].tokens
+    assert steps["0.1"].logits == 2 * steps["none"].logits
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "message"),
+    [
+        ("chat=completion:prompt:chosen", ("--dpo-beta", "0.1"), "task 'wish' has no rejected answers, and --dpo-beta"),
+        ("text=prompt,label=chosen", ("--dpo-beta", "0.1"), "task 'wish' has no rejected answers, and --dpo-beta"),
+        (FORM, ("--dpo-beta", "0"), "--dpo-beta is 0"),
+        (FORM, ("--dpo-beta", "-1"), "--dpo-beta is -1"),
+        (FORM, ("--dpo-beta", "0.1", "--split", "1"), "--dpo-beta 0.1 needs log probabilities"),
+    ],
+)
+def test_what_preferences_need_is_said_in_one_line(
+    preferences: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, words: Sequence[str], message: str
+) -> None:
+    config = preferences()
+    model = config.model.model
+    own = f"wish={tmp_path}/pairs.jsonl,{task}"
+    own += f",template={tmp_path}/own.jinja" * task.startswith("chat")
+    run = ("run", "--tasks", "wish", "--task", own, "--model", model, "--runs-dir", str(tmp_path / "runs"), *words)
+    assert main(run) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said and "\n" not in said, said
