@@ -21,7 +21,7 @@ from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, rows
 from tests.runs.sessions import check_same_runs
 from tests.runs.test_chat import TEMPLATE
-from tests.runs.workers import check_same, in_threads
+from tests.runs.workers import in_threads
 
 FORM = "chat=preference"
 
@@ -78,7 +78,7 @@ def test_workers_and_a_frozen_prefix_make_the_same_run(preferences: Make, finish
     how = {"pack_tokens": 300, "adapted_blocks": 1, "rounds": 2}
     whole = finished(preferences(name="whole", **how))
     found = run_config(preferences(name="workers", **how), backend=in_threads(2))
-    check_same(whole.folder, found.folder)
+    check_same_runs(whole.folder, found.folder)
     without = run_config(preferences(name="without", prefix_cache_gb=0, **how))
     check_same_runs(whole.folder, without.folder)
 
