@@ -15,6 +15,7 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.round_costs import heaviest_step
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, placeholder_client, read_metadata
 from atlas_fl.setup.assembly import assemble
+from tests.models.stock_folders import save_stock_folder
 from tests.runs.federation import Federation
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
@@ -23,7 +24,7 @@ from tests.runs.sessions import check_same_runs
 from tests.runs.test_chat import TEMPLATE
 from tests.runs.workers import in_threads
 
-FORM = "chat=preference"
+FORM, COLUMNS = "chat=preference", ("prompt", "chosen", "rejected")
 
 
 @pytest.fixture
@@ -84,6 +85,20 @@ def test_workers_and_a_frozen_prefix_make_the_same_run(preferences: Make, finish
 
 
 @pytest.mark.slow
+def test_models_without_packs_learn_preferences(preferences: Make, tmp_path: Path) -> None:
+    folder = save_stock_folder(tmp_path / "falcon", "falcon", writes=True)
+    file = tmp_path / "pairs.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:  # its tokenizer knows words
+        words = {name: " ".join(f"w{ord(letter) % 30}" for letter in line[name]) for name in COLUMNS}
+        line |= {name: f" {text} " for name, text in words.items()}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run_config(preferences(model=folder, lr=1e-2))
+    passing_audit(result.folder)
+    assert preferred(result.folder)[-1] > 0.8
+
+
+@pytest.mark.slow
 def test_sites_learn_the_preferences_of_their_own_rows(preferences: Make, tmp_path: Path, programs: Programs) -> None:
     plain = preferences(name="served", pack_tokens=1)
     (task,) = plain.data.task
@@ -98,7 +113,7 @@ def test_sites_learn_the_preferences_of_their_own_rows(preferences: Make, tmp_pa
     for program in started:
         program.end()
     passing_audit(fed.served.path)
-    assert preferred(fed.served.path)[-1] == 1
+    assert preferred(fed.served.path)[-1] > 0.8
 
 
 def test_a_step_is_planned_with_the_rejected_answers(preferences: Make) -> None:

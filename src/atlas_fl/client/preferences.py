@@ -1,4 +1,4 @@
-"""Preferences: a chosen answer is to gain probability against a rejected one (DPO), and how often it has.
+"""Preferences (DPO): the loss of chosen and rejected answers against the frozen model, and the share preferred.
 
 DPO (Rafailov et al. 2023, arXiv:2305.18290) raises the chosen answer's reward over the rejected one's, where the reward
 of an answer y to x is `beta log(pi(y | x) / pi_ref(y | x))`. The reference pi_ref is the frozen model without adapters,
@@ -24,7 +24,7 @@ def sequence_log_probs(logits: Tensor, targets: Tensor, counts: Sequence[int]) -
     many as `counts` says.
     """
     losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-    return -torch.stack([own.sum() for own in losses.split(list(counts))])
+    return -torch.stack([own.sum() for own in torch.split(losses, list(counts))])
 
 
 def preference_loss(log_probs: Tensor, reference: Tensor, *, beta: float, smoothing: float = 0.0) -> Tensor:

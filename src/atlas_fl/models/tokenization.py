@@ -60,12 +60,14 @@ class EncodedExamples:
     @property
     def step_lengths(self) -> np.ndarray:
         """Tokens that a step takes for every example, those of its rejected answer among them, (n,) int64."""
-        return self.both.lengths.reshape(-1, len(self)).sum(axis=0)
+        lengths: np.ndarray = self.both.lengths.reshape(-1, len(self)).sum(axis=0)
+        return lengths
 
     @property
     def step_targets(self) -> np.ndarray:
         """Tokens to be predicted that a step takes for every example, (n,) int64."""
-        return self.both.num_targets.reshape(-1, len(self)).sum(axis=0)
+        targets: np.ndarray = self.both.num_targets.reshape(-1, len(self)).sum(axis=0)
+        return targets
 
     @property
     def lengths(self) -> np.ndarray:
@@ -297,13 +299,11 @@ def encode_chats(
         ModelError: an example has nothing to be predicted.
     """
     texts, spans = zip(*map(template.answers, chats), strict=True)
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    how = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
+    encoded = tokenizer(list(texts), verbose=False, **how)
     rows = []
-    for index, ids in enumerate(encoded["input_ids"]):
-        mask = [False] * len(ids)
-        for begin, end in spans[index]:
-            places = [place for at in (begin, end - 1) if (place := encoded.char_to_token(index, at)) is not None]
-            mask[places[0] : places[-1] + 1] = [True] * (places[-1] + 1 - places[0])
+    for index, (ids, places) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
+        mask = [any(start < end and stop > begin for begin, end in spans[index]) for start, stop in places]
         tokens = list(zip(ids, mask, strict=True))
         kept = _cut(tokens, max_length, truncate)
         if truncate is None and not any(answer for _, answer in kept[1:]):
