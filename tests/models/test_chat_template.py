@@ -136,3 +136,11 @@ def test_templates_by_name_agree_with_what_they_are_called(tokenizer) -> None:
     text = tokenizer.decode(encode(tokenizer, "alpaca", TWO_TURNS[2:]).ids)
     assert text.endswith("request.\n\n### Instruction:\nhow\n\n### Response:\nso<|im_end|>\n\n")
     assert set(TEMPLATES) == {"chatml", "alpaca", "plain"}
+
+
+def test_spaces_around_an_answer_that_are_no_tokens_hide_none_of_it(writer_of) -> None:
+    """Of words between spaces the tokenizer knows no place of the spaces."""
+    words = writer_of("llama").backbone.tokenizer
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": " w2 w3 "}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert predicted(words, encode(words, template, chat)) == ["w2 w3"]

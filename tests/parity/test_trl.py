@@ -1,6 +1,7 @@
 """Ours against TRL: one client, one epoch of the same rows, the same losses and the same adapters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,19 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from atlas_fl.client.job import ClientTokens, Job, Site
+from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.task import Task
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.peft_io import export_adapter, import_adapter
-from atlas_fl.models.tokenization import encode_chats
+from atlas_fl.models.tokenization import EncodedExamples, encode_chats
+from tests.conftest import Spec, Tiny
 from tests.parity.test_peft import SCALES, _order_of
 
 pytestmark = [
@@ -58,11 +61,66 @@ FORMS: dict[str, tuple[str, int, bool]] = {
 """By name (template, turns of a conversation, whether TRL puts the rows of a batch one after another)."""
 
 
-class InOrder(SFTTrainer):  # type: ignore[misc]
+class InOrder:
     """A trainer that takes the rows as they come."""
+
+    train_dataset: Dataset
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
+
+
+class SupervisedInOrder(InOrder, SFTTrainer):  # type: ignore[misc]
+    """Supervised learning of the rows as they come."""
+
+
+class PreferredInOrder(InOrder, DPOTrainer):  # type: ignore[misc]
+    """DPO of the rows as they come."""
+
+
+OPTIONS = TrainOptions(seed=0, epochs=1, batch_size=4, lr=5e-3, schedule="constant", warmup=0.0, clip=1.0)
+STOCK: dict[str, Any] = {
+    "per_device_train_batch_size": OPTIONS.batch_size,
+    "num_train_epochs": 1,
+    "learning_rate": OPTIONS.lr,
+    "lr_scheduler_type": "constant",
+    "weight_decay": OPTIONS.weight_decay,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+}
+"""The same for TRL."""
+
+
+def site_and_params(tiny: Tiny, data: EncodedExamples, spec: Spec) -> tuple[Site, dict[str, Tensor]]:
+    """The site of one client with these examples, and its adapters."""
+    params = {key: one for key, one in tiny.params(spec).items() if "lora" in key}
+    task = Task(name="a", num_labels=0, chat=True, load=lambda _: pytest.fail("nobody reads it"))
+    client = ClientTokens(task=task, splits=dict.fromkeys(("train", "validation", "test"), data))
+    how: dict[str, Any] = {"targets": tiny.targets, "scale": SCALES["alpha"], "max_tokens": 4096, "seed": 0}
+    return Site(backbone=tiny.backbone, data={"a-0": client}, **how), params
+
+
+def peft_model(tiny: Tiny, params: dict[str, Tensor], folder: Path) -> PeftModel:
+    """The stock model with these adapters."""
+    export_adapter(params, folder, family=tiny.backbone.family, base=str(tiny.path), scale=SCALES["alpha"])
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny.path), str(folder), is_trainable=True)
+
+
+def check_equal(update: Update, trainer: Any, model: PeftModel, params: dict[str, Tensor], tiny: Tiny, folder: Path):
+    """Train TRL's way; its losses are ours, and its adapters."""
+    losses = [row["loss"] for row in (trainer.train(), trainer.state.log_history)[1] if "loss" in row]
+    model.save_pretrained(str(folder), selected_adapters=["default"])
+    expected, _ = import_adapter(folder, family=tiny.backbone.family)
+    assert len(losses) == 4
+    assert update.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+    assert expected.keys() == update.params.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(update.params[key], value, atol=1e-4, rtol=1e-4, msg=key)
+        assert (value - params[key]).abs().max() > 1e-3, f"{key} did not train"
 
 
 @pytest.mark.parametrize(("template", "turns", "without_padding"), FORMS.values(), ids=FORMS)
@@ -74,50 +132,51 @@ def test_losses_and_adapters_equal_trls(
     texts = [json.dumps(row) for row in rows]
     data = encode_chats(texts, tokenizer=tokenizer, template=ChatTemplate(tokenizer, None), max_length=66)
     assert data.full_lengths is None, "nothing is cut"
-    params = {key: one for key, one in tiny.params(spec_of(name="a-0", ranks=(1, 4, 2))).items() if "lora" in key}
-    task = Task(name="a", num_labels=0, chat=True, load=lambda _: pytest.fail("nobody reads it"))
-    client = ClientTokens(task=task, splits=dict.fromkeys(("train", "validation", "test"), data))
-    scale = SCALES["alpha"]
-    site = Site(
-        backbone=tiny.backbone, data={"a-0": client}, targets=tiny.targets, scale=scale, max_tokens=4096, seed=0
-    )
-    options = TrainOptions(seed=0, epochs=1, batch_size=4, lr=5e-3, schedule="constant", warmup=0.0, clip=1.0)
-    order = _order_of(site, params, options)
-    (update,) = train([Job(client="a-0", params=params, round=1, options=options)], site)
+    site, params = site_and_params(tiny, data, spec_of(name="a-0", ranks=(1, 4, 2)))
+    order = _order_of(site, params, OPTIONS)
+    (update,) = train([Job(client="a-0", params=params, round=1, options=OPTIONS)], site)
 
-    export_adapter(params, tmp_path / "before", family=tiny.backbone.family, base=str(tiny.path), scale=scale)
-    base = AutoModelForCausalLM.from_pretrained(tiny.path)
-    model = PeftModel.from_pretrained(base, str(tmp_path / "before"), is_trainable=True)
+    model = peft_model(tiny, params, tmp_path / "before")
     prompted = [{"prompt": row[:-1], "completion": row[-1:]} for row in rows]
     examples = prompted if template == UNMARKED else [{"messages": row} for row in rows]
-    trainer = InOrder(
+    trainer = SupervisedInOrder(
         model=model,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([examples[index] for index in order]),
         args=SFTConfig(
+            **STOCK,
             output_dir=str(tmp_path / "trl"),
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            learning_rate=5e-3,
-            lr_scheduler_type="constant",
-            weight_decay=options.weight_decay,
             max_length=None if without_padding else 66,
             assistant_only_loss=template == MARKED,
             padding_free=without_padding,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
         ),
     )
-    losses = [row["loss"] for row in (trainer.train(), trainer.state.log_history)[1] if "loss" in row]
-    model.save_pretrained(str(tmp_path / "after"))
-    expected, _ = import_adapter(tmp_path / "after", family=tiny.backbone.family)
-    assert len(losses) == 4
-    assert update.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
-    assert expected.keys() == update.params.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(update.params[key], value, atol=1e-4, rtol=1e-4, msg=key)
-        assert (value - params[key]).abs().max() > 1e-3, f"{key} did not train"
+    check_equal(update, trainer, model, params, tiny, tmp_path / "after")
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path: Path, turns: int) -> None:
+    """TRL begins with the adapters as its reference, which are the frozen model where B is zero."""
+    tiny, rows = writer_of("qwen2"), chats(16, turns=turns)
+    others = [[*row[:-1], other[-1]] for row, other in zip(rows, reversed(rows), strict=True)]
+    tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=UNMARKED)
+    how: dict[str, Any] = {"tokenizer": tokenizer, "template": ChatTemplate(tokenizer, None), "max_length": 66}
+    chosen, rejected = (encode_chats([json.dumps(row) for row in side], **how) for side in (rows, others))
+    site, drawn = site_and_params(tiny, replace(chosen, rejected=rejected), spec_of(name="a-0", ranks=(1, 4, 2)))
+    params = {key: torch.zeros_like(one) if key.endswith("lora_B") else one for key, one in drawn.items()}
+    options = replace(OPTIONS, dpo_beta=0.5)
+    order = _order_of(site, params, OPTIONS)
+    (update,) = train([Job(client="a-0", params=params, round=1, options=options)], site)
+
+    model = peft_model(tiny, params, tmp_path / "before")
+    examples = [
+        {"prompt": row[:-1], "chosen": row[-1:], "rejected": other[-1:]}
+        for row, other in zip(rows, others, strict=True)
+    ]
+    trainer = PreferredInOrder(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([examples[index] for index in order]),
+        args=DPOConfig(**STOCK, output_dir=str(tmp_path / "trl"), max_length=66, beta=0.5),
+    )
+    check_equal(update, trainer, model, params, tiny, tmp_path / "after")

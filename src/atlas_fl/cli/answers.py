@@ -11,7 +11,13 @@ from atlas_fl.storage.run_folder import find_run
 SHOWN = 3
 """Answers that are shown, of different clients."""
 KINDS = ("base", "alone", "federated")
-COLUMNS = {"primary": "score", "perplexity": "perplexity", "rougeL": "ROUGE-L", "exact_match": "exact match"}
+COLUMNS = {
+    "primary": "score",
+    "perplexity": "perplexity",
+    "rougeL": "ROUGE-L",
+    "exact_match": "exact match",
+    "preferred": "preferred",
+}
 """Scores that are shown, by what their columns are called."""
 
 

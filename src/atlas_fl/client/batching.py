@@ -78,7 +78,7 @@ def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
 def tokens_of(job: Job, site: Site) -> float:
     """Tokens of a mini-batch on average; 0 for an action without mini-batches, which bounds its own rows."""
     data = site.data[job.client].splits["train"]
-    return getattr(job.options, "batch_size", 0) * float(data.offsets[-1]) / max(1, len(data))
+    return getattr(job.options, "batch_size", 0) * float(data.both.offsets[-1]) / max(1, len(data))
 
 
 def greedy_packs(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[list[PartT]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from atlas_fl.client.batching import forward, make_row, same_models, split_by_tokens
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior
 from atlas_fl.client.options import EvaluateOptions
+from atlas_fl.client.preferences import score_preferences
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.methods.prior_correction import correct_logits
@@ -82,7 +83,7 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     began = time.perf_counter()
     lines = [cut_channel_of(job, site) for job in jobs]
     outputs = _whole_outputs(jobs, site) if site.trainable == "full" else _packed_outputs(jobs, site, lines)
-    answered = [_rouge(job, site) for job in jobs]
+    answered = [{**_rouge(job, site), **score_preferences(job, site)} for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for job, line, (labels, kept), answers in zip(jobs, lines, outputs, answered, strict=True):

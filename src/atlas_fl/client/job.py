@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,8 @@ class Site:
     their cuts. Empty in a simulation without, and at a server."""
     seed: int | None = None
     """The run's, from which a simulation draws the noise of clients without a secret; None at a site."""
+    references: dict[str, np.ndarray] = field(default_factory=dict)
+    """Log probabilities under the frozen model by the digest of the split (`client.preferences`)."""
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:

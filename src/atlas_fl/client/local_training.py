@@ -36,6 +36,7 @@ from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.preferences import preference_loss, reference_log_probs, sequence_log_probs
 from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
@@ -105,6 +106,7 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
     examples = len(index) if options.half is None else len(data)
     first = num_head_steps(examples, options, round=job.round) if options.head_epochs else 0
     asked = (options.batch_size, options.max_steps, options.half, options.most)
+    take = data.take if options.dpo_beta is None else data.take_pairs
     chunks = chain(
         islice(_chunks(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
         islice(
@@ -113,7 +115,7 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
         ),
     )
     for step, chunk in enumerate(chunks):
-        yield _augment(data.take(chunk), job, draws, step=step)
+        yield _augment(take(chunk), job, draws, step=step)
 
 
 def _chunks(
@@ -241,6 +243,8 @@ class LocalTrainer:
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
         load_momentum(self.optimizer, own_leaves, job.kept.get("momentum", {}), masks=job.mask)
         self.prior = log_prior(job, site)
+        rewarded = options.dpo_beta is not None
+        self._reference = reference_log_probs(job.client, data, site) if rewarded else np.empty(0, np.float32)
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
@@ -277,6 +281,17 @@ class LocalTrainer:
         """Where the masks of this step come from."""
         path = (*_round_path(self.job), done)
         return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
+
+    def loss(self, logits: Tensor, labels: Tensor, batch: EncodedExamples) -> Tensor:
+        """Loss of a batch: of its labels or tokens, or of its preferences."""
+        if self.options.dpo_beta is None:
+            corrected = correct_logits(logits, self.prior)
+            return example_loss(corrected, labels, smoothing=self.options.label_smoothing)
+        assert batch.taken_from is not None, "pairs are taken from a split"
+        reference = torch.from_numpy(self._reference[batch.taken_from[1]]).to(logits.device)
+        log_probs = sequence_log_probs(logits, labels, batch.num_targets.tolist())
+        beta, smoothing = self.options.dpo_beta, self.options.label_smoothing
+        return preference_loss(log_probs, reference, beta=beta, smoothing=smoothing)
 
     def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
         """Objective without the terms of the gradient chain: the loss, and the pull of these features.
@@ -426,7 +441,8 @@ def whole_step(shared: SharedAdapters | None) -> Step:
 
 def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> None:
     """Each member's gradients, which lie in its leaves."""
-    row = make_row([next(member.batches) for member in members], site)
+    batches = [next(member.batches) for member in members]
+    row = make_row(batches, site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
     models = [member.model for member in members]
@@ -434,8 +450,8 @@ def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -
         with site.autocast():
             logits = read_logits(site.backbone, models, features, mask=mask)
         losses = [
-            example_loss(correct_logits(client_logits, member.prior), labels, smoothing=member.options.label_smoothing)
-            for client_logits, labels, member in zip(logits, row.labels, members, strict=True)
+            member.loss(client_logits, labels, batch)
+            for client_logits, labels, batch, member in zip(logits, row.labels, batches, members, strict=True)
         ]
         objectives = [
             member.objective(loss, own, labels)

@@ -58,6 +58,8 @@ class TrainOptions:
     """Train on at most so many of these examples; which ones is drawn once for all rounds."""
     label_smoothing: float = 0.0
     """Share of a class label that is spread over all classes."""
+    dpo_beta: float | None = None
+    """Weight of the rewards of DPO (`client.preferences`); None for supervised learning."""
     crop: int = 0
     """Border in pixels out of which images are cropped at random."""
     flip: bool = False

@@ -169,6 +169,10 @@ class TrainingConfig:
     update_filter: tuple[str, ...] = ()
     """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
     `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
+    dpo_beta: Annotated[float | None, Range(above=0)] = None
+    """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
+    this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the
+    share of pairs that are taken to be the wrong way round."""
     participation: Annotated[float, Range(above=0, most=1), Mark.COMMON] = 1.0
     """Share of the clients that train in a round."""
     eval_every: Annotated[int, Range(least=1), Mark.COMMON] = 1

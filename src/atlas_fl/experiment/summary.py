@@ -47,7 +47,7 @@ from atlas_fl.data.metrics import class_table
 from atlas_fl.errors import first_of
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
-GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL", "exact_match")
+GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL", "exact_match", "preferred")
 """Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
 METRICS = (
     *(

@@ -35,6 +35,8 @@ class EncodedExamples:
     """(n,) int64, tokens of every example before it was cut; None where none was, and of a part of a split."""
     taken_from: tuple["EncodedExamples", np.ndarray] | None = None
     """(the split that these were taken from, their indices in it, (n,) int64); None of a split itself."""
+    rejected: "EncodedExamples | None" = None
+    """The rejected answers to the same prompts, `n` examples; only of a split whose preferences are learned."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -43,7 +45,29 @@ class EncodedExamples:
     def digest(self) -> str:
         """SHA-256 of all arrays: their dtypes, shapes and bytes."""
         texts = (self.ids, self.types, self.offsets, self.labels, self.target_mask)
-        return arrays_digest(*texts, self.pixels, self.target_counts)
+        own = arrays_digest(*texts, self.pixels, self.target_counts)
+        return own if self.rejected is None else sha256((own + self.rejected.digest).encode()).hexdigest()
+
+    @cached_property
+    def both(self) -> "EncodedExamples":
+        """All chosen answers and then all rejected ones, 2n; the examples themselves where nothing is rejected."""
+        return self if self.rejected is None else concatenate([self, self.rejected])
+
+    def take_pairs(self, index: np.ndarray) -> "EncodedExamples":
+        """These chosen answers, in this order, and then their rejected ones."""
+        return self.both.take(np.concatenate([index, index + len(self)]))
+
+    @property
+    def step_lengths(self) -> np.ndarray:
+        """Tokens that a step takes for every example, those of its rejected answer among them, (n,) int64."""
+        lengths: np.ndarray = self.both.lengths.reshape(-1, len(self)).sum(axis=0)
+        return lengths
+
+    @property
+    def step_targets(self) -> np.ndarray:
+        """Tokens to be predicted that a step takes for every example, (n,) int64."""
+        targets: np.ndarray = self.both.num_targets.reshape(-1, len(self)).sum(axis=0)
+        return targets
 
     @property
     def lengths(self) -> np.ndarray:
@@ -91,15 +115,20 @@ def arrays_digest(*arrays: np.ndarray | None) -> str:
 
 
 def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:
-    """The examples of these parts, one after another; either all are texts with labels or all are images."""
+    """The examples of these parts, one after another; all have labels, or targets, or are images."""
     pixels = [part.pixels for part in parts if part.pixels is not None]
+    masks = [part.target_mask for part in parts if part.target_mask is not None]
     lengths = np.concatenate([part.lengths for part in parts])
     return EncodedExamples(
         ids=np.concatenate([part.ids for part in parts]),
         types=np.concatenate([part.types for part in parts]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         labels=np.concatenate([part.labels for part in parts]),
+        target_mask=np.concatenate(masks) if masks else None,
         pixels=np.concatenate(pixels) if pixels else None,
+        full_lengths=np.concatenate(
+            [part.lengths if part.full_lengths is None else part.full_lengths for part in parts]
+        ),
     )
 
 
@@ -270,13 +299,11 @@ def encode_chats(
         ModelError: an example has nothing to be predicted.
     """
     texts, spans = zip(*map(template.answers, chats), strict=True)
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    how = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
+    encoded = tokenizer(list(texts), verbose=False, **how)
     rows = []
-    for index, ids in enumerate(encoded["input_ids"]):
-        mask = [False] * len(ids)
-        for begin, end in spans[index]:
-            places = [place for at in (begin, end - 1) if (place := encoded.char_to_token(index, at)) is not None]
-            mask[places[0] : places[-1] + 1] = [True] * (places[-1] + 1 - places[0])
+    for index, (ids, places) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
+        mask = [any(start < end and stop > begin for begin, end in spans[index]) for start, stop in places]
         tokens = list(zip(ids, mask, strict=True))
         kept = _cut(tokens, max_length, truncate)
         if truncate is None and not any(answer for _, answer in kept[1:]):

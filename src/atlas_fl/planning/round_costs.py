@@ -30,7 +30,7 @@ SERVER_DEVICE: Device = DEVICES["workstation"]
 def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> cost_model.TrainingStep:
     """The client's heaviest step: as many of its longest examples as a batch holds; of a cut model, its own side."""
     size, data = assembly.config.training.batch_size, _train_examples(assembly, client)
-    lengths, targets = (np.sort(counts)[::-1] for counts in (data.lengths, data.num_targets))
+    lengths, targets = (np.sort(counts)[::-1] for counts in (data.step_lengths, data.step_targets))
     tokens, has_head = int(lengths[:size].sum()), cut is None or cut.head == "client"
     params = _rank_one_params(assembly, client)
     return cost_model.TrainingStep(
@@ -75,7 +75,7 @@ def _predict_client_part(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None
 ) -> cost_model.RoundPrediction:
     data, step = _train_examples(assembly, client), heaviest_step(assembly, client, cut)
-    lengths, passes = data.lengths.astype(np.float64), _num_passes(assembly, client)
+    lengths, passes = data.step_lengths.astype(np.float64), _num_passes(assembly, client)
     message_bytes = 0
     if strategy_of(assembly.config).communicates:
         params = assembly.initial_params(client, tuple(ranks))
@@ -88,7 +88,7 @@ def _predict_client_part(
         step=step,
         tokens=int(lengths.sum() * passes),
         length=float((lengths**2).sum() / lengths.sum()),
-        logits=int(data.num_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
+        logits=int(data.step_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
         message_bytes=message_bytes,
     )
 
@@ -106,8 +106,8 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
     data = _train_examples(assembly, client)
     writes = data.target_mask is not None
     examples = len(data) * training.local_epochs // steps
-    tokens = int(data.lengths.sum()) * training.local_epochs // steps
-    outputs = int(data.num_targets.sum()) * training.local_epochs // steps if writes else examples
+    tokens = int(data.step_lengths.sum()) * training.local_epochs // steps
+    outputs = int(data.step_targets.sum()) * training.local_epochs // steps if writes else examples
     extra = {"lengths": _meta_tensor(examples, torch.int32)}
     if writes:
         extra["places"] = _meta_tensor(outputs, torch.int32)

@@ -218,13 +218,16 @@ def assemble(
     clients = load_clients(config) if clients is None else clients
     tasks = [client.task for client in clients]
     trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
+    if tokens is None and config.training.dpo_beta is not None:
+        _check_preferences(clients)
     # a CPU computes whole image models in fp16 too
     precision = "fp32" if images and trainable == "full" else config.model.precision
     default_device = pick_device(config.run.accelerator, precision=precision)
     if backbone is None:
         backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
     if tokens is None:
-        tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
+        how: dict[str, Any] = {"trainable": trainable, "preferences": config.training.dpo_beta is not None}
+        tokens = {client.name: tokenise(client, backbone, config.data, **how) for client in clients}
     site = Site(
         backbone=backbone,
         data=tokens,
@@ -399,12 +402,28 @@ def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, b
     )
 
 
-def tokenise(
-    client: ClientData, backbone: Backbone, config: DataConfig, *, trainable: Trainable = "lora"
-) -> ClientTokens:
-    """Tokenise the client's examples; needs the backbone's tokenizer and config, not its weights.
+def _check_preferences(clients: Sequence[ClientData]) -> None:
+    """Raise `ConfigError` for a task without rejected answers."""
+    for client in clients:
+        if not client.task.chat or as_texts(client.train, task=client.task.name).pair is None:
+            raise ConfigError(
+                f"task {client.task.name!r} has no rejected answers, and --dpo-beta learns from them; give it"
+                " chat=preference with columns prompt, chosen and rejected, or leave --dpo-beta out"
+            )
 
-    An image is one token where the whole model trains, whatever the model makes of it.
+
+def tokenise(
+    client: ClientData,
+    backbone: Backbone,
+    config: DataConfig,
+    *,
+    trainable: Trainable = "lora",
+    preferences: bool = False,
+) -> ClientTokens:
+    """Tokenise the client's examples, also rejected answers where `preferences` are learned.
+
+    It needs the backbone's tokenizer and config, not its weights. An image is one token where the whole model trains,
+    whatever the model makes of it.
     """
     task = client.task
     if backbone.vision is not None:
@@ -421,13 +440,13 @@ def tokenise(
             f"task {task.name!r} has texts to write and none to write them after, and {backbone.name!r} writes what"
             " follows from a text; set target= beside text=, or choose a model such as gpt2"
         )
-    encode, encode_prompt = encoders(task, backbone)
+    encode, encode_prompt = encoders(task, backbone, preferences=preferences)
     encoded = {name: encode(rows, limit) for name, rows in splits.items()}
     prompts: dict[Split, Prompts] = {}
     held_out: tuple[Split, Split] = ("validation", "test")
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
-        if rows.pair or task.chat:
+        if rows.text and (rows.pair or task.chat):
             room = max_sequence_length(backbone) - config.new_tokens
             if room < 1:
                 raise ConfigError(
@@ -443,15 +462,21 @@ EncodeRows: TypeAlias = Callable[[Rows, int], EncodedExamples]
 """(rows, most tokens of one) -> examples."""
 
 
-def encoders(task: Task, backbone: Backbone) -> tuple[EncodeRows, EncodeRows]:
-    """(encoder of the rows of this task that a model is to write, encoder of their prompts alone)."""
+def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tuple[EncodeRows, EncodeRows]:
+    """(encoder of the rows of this task that a model is to write, encoder of their prompts alone).
+
+    With `preferences` the rejected answers are encoded beside them.
+    """
     how: dict[str, Any] = {"tokenizer": backbone.tokenizer, "truncate": task.truncate}
     if task.chat:
         how["template"] = ChatTemplate(backbone.tokenizer, task.template)
-        return (
-            lambda rows, most: encode_chats(rows.text, max_length=most, **how),
-            lambda rows, most: encode_chat_prompts(rows.text, max_length=most, **how),
-        )
+
+        def encode(rows: Rows, most: int) -> EncodedExamples:
+            chosen = encode_chats(rows.text, max_length=most, **how)
+            rejected = encode_chats(rows.pair or (), max_length=most, **how) if preferences else None
+            return replace(chosen, rejected=rejected)
+
+        return encode, lambda rows, most: encode_chat_prompts(rows.text, max_length=most, **how)
     return (
         lambda rows, most: encode_targets(rows.text, rows.pair, max_length=most, **how),
         lambda rows, most: encode_prompts(rows.text, max_length=most, **how),
@@ -501,7 +526,7 @@ def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tu
     lines = [f"{backbone.name} ({backbone.family.model_type}) {NOTE}"] if backbone.family.stock else []
     for name, clients in group_by(data.values(), lambda tokens: tokens.task.name).items():
         prompts = [prompts.encoded for tokens in clients for prompts in tokens.prompts.values()]
-        parts = [*(examples for tokens in clients for examples in tokens.splits.values()), *prompts]
+        parts = [*(examples.both for tokens in clients for examples in tokens.splits.values()), *prompts]
         kept = np.concatenate([part.lengths for part in parts])
         full = np.concatenate([part.lengths if part.full_lengths is None else part.full_lengths for part in parts])
         if num_cut := (full > kept).sum():

@@ -74,6 +74,8 @@ SCORES: Mapping[str, Ranges] = {
 }
 """Scores that every model has, by the kind of a task's labels (`data.metrics`)."""
 CORRELATIONS: Ranges = {"pearson": CORRELATION, "spearman": CORRELATION}
+PREFERRED: Ranges = {"preferred": SHARE}
+"""Score only where clients learn preferences."""
 ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE, "exact_match": SHARE}
 """Scores only where clients write text, and only in a round that asks for it."""
 
@@ -217,7 +219,7 @@ def _scores(request: AnsweredRequest) -> ExpectedAnswer:
     elif kind == "values":
         optional = {**CORRELATIONS, **optional}
     elif kind == "text":
-        optional = ROUGE if options.new_tokens and request.job.cut is None else {}
+        optional = {**PREFERRED, **(ROUGE if options.new_tokens and request.job.cut is None else {})}
     return ExpectedAnswer(
         metrics={**SCORES[kind], "seconds": SECONDS},
         optional=optional,

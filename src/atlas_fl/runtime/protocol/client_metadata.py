@@ -45,7 +45,7 @@ Length: TypeAlias = tuple[
     Annotated[int, Bounds(least=0, most=2**20, whole=True)],
     Examples,
 ]
-"""(tokens, tokens to be predicted, examples that have so many)"""
+"""(tokens, tokens to be predicted, examples that have so many); with those of rejected answers that are learned"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
 
 
 def _lengths(data: EncodedExamples) -> tuple[Length, ...]:
-    pairs, counts = np.unique(np.stack([data.lengths, data.num_targets]), axis=1, return_counts=True)
+    pairs, counts = np.unique(np.stack([data.step_lengths, data.step_targets]), axis=1, return_counts=True)
     return tuple(map(tuple, np.concatenate([pairs, counts[None]]).T.tolist()))
 
 

@@ -1,0 +1,79 @@
+"""Preferences (DPO): the loss of chosen and rejected answers against the frozen model, and the share preferred.
+
+DPO (Rafailov et al. 2023, arXiv:2305.18290) raises the chosen answer's reward over the rejected one's, where the reward
+of an answer y to x is `beta log(pi(y | x) / pi_ref(y | x))`. The reference pi_ref is the frozen model without adapters,
+in every round and under every method.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atlas_fl.client.batching import forward, make_row, split_by_tokens
+from atlas_fl.client.job import Job, Site, initial_params
+from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.params import Params
+
+
+def sequence_log_probs(logits: Tensor, targets: Tensor, counts: Sequence[int]) -> Tensor:
+    """Log probability of the answers of every sequence, (sequences,) float32.
+
+    `logits` are (tokens, vocabulary) of the tokens to be written, `targets` (tokens,), of which each sequence has so
+    many as `counts` says.
+    """
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+    return -torch.stack([own.sum() for own in torch.split(losses, list(counts))])
+
+
+def preference_loss(log_probs: Tensor, reference: Tensor, *, beta: float, smoothing: float = 0.0) -> Tensor:
+    """Mean of `-log sigmoid(m)` over pairs, where m is how much more reward the chosen answer has than the rejected.
+
+    Both tensors are (2 pairs,): the chosen answers and then the rejected ones. `smoothing` is the share of pairs that
+    are taken to be the wrong way round, with the loss `-log sigmoid(-m)`.
+    """
+    chosen, rejected = (log_probs - reference).chunk(2)
+    margin = beta * (chosen - rejected)
+    right, wrong = nn.functional.logsigmoid(margin), nn.functional.logsigmoid(-margin)
+    return -((1 - smoothing) * right + smoothing * wrong).mean()
+
+
+def reference_log_probs(client: str, examples: EncodedExamples, site: Site) -> np.ndarray:
+    """Log probabilities of the chosen answers and then of the rejected ones under the frozen model, (2n,) float32.
+
+    They are computed once for a split, whoever asks.
+    """
+    if examples.digest not in site.references:
+        # B is zero: what these adapters add is nothing, to the bit
+        ranks = dict.fromkeys(site.modules, 1)
+        frozen = initial_params(site.backbone, site.modules, ranks=ranks, task=site.data[client].task, seed=0)
+        site.references[examples.digest] = _log_probs(examples.both, frozen, site)
+    return site.references[examples.digest]
+
+
+def score_preferences(job: Job, site: Site) -> dict[str, float]:
+    """Share of held-out pairs whose chosen answer has the greater reward; empty where nothing is rejected.
+
+    Equal rewards, as all of the frozen model are, prefer neither.
+    """
+    examples = site.data[job.client].splits[job.options.split]
+    if examples.rejected is None or job.options.split == "train":
+        return {}
+    rewards = _log_probs(examples.both, job.params, site) - reference_log_probs(job.client, examples, site)
+    chosen, rejected = np.split(rewards, 2)
+    return {"preferred": float(np.mean(chosen > rejected))}
+
+
+@torch.no_grad()
+def _log_probs(examples: EncodedExamples, params: Params, site: Site) -> np.ndarray:
+    """Log probability of the answers of every example under one model, (n,) float32, in rows of these alone."""
+    placed = {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
+    log_probs = np.empty(len(examples), dtype=np.float32)
+    order = np.argsort(examples.lengths, kind="stable")  # short ones first: less is padded
+    for ((_, places),) in split_by_tokens([examples.lengths[order]], site.max_tokens):
+        part = examples.take(order[places])
+        row = make_row([part], site)
+        with forward(row, [placed], site) as (logits,):
+            log_probs[order[places]] = sequence_log_probs(logits, row.labels[0], part.num_targets.tolist()).cpu()
+    return log_probs
