@@ -28,7 +28,7 @@ from atlas_fl.storage.run_folder import RunFolder
 
 DECISIVE = {
     "data": ("tasks", "task", "clients_per_task", "samples", "partition", "shuffle_labels"),
-    "model": ("model", "dropout", "precision", "init_adapter"),
+    "model": ("model", "dropout", "precision", "base_weights", "init_adapter"),
     "training": ("local_epochs", "batch_size", "lr", "schedule", "weight_decay"),
     "run": ("seed",),
 }

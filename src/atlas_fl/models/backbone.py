@@ -10,7 +10,7 @@ torch's own memory: products of what lies otherwise may end in other last bits.
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,8 @@ from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.attention import PACKED, PackedLayout
 from atlas_fl.models.registry import Family, ModelShape, apply_layers
 from atlas_fl.models.vision import Vision
-from atlas_fl.params import Params, head_keys
+from atlas_fl.models.weights import frozen_product
+from atlas_fl.params import Params, head_keys, num_bytes
 from atlas_fl.storage.tensors import DTYPES
 
 
@@ -156,7 +157,7 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     if backbone.family.stock:
         return features
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
-    logits = nn.functional.linear(features, backbone.vocabulary)
+    logits = frozen_product(features, backbone.vocabulary)
     cap = getattr(backbone.model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -255,8 +256,8 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     None for the modules is for a model of any architecture whose weights all train: the sizes that all have.
     """
     config, blocks = backbone.model.config.get_text_config(), backbone.blocks
-    block_bytes = tuple(_num_bytes(block.parameters()) for block in blocks)
-    total = _num_bytes(backbone.frozen.values())
+    block_bytes = tuple(num_bytes(dict(block.named_parameters())) for block in blocks)
+    total = num_bytes(backbone.frozen)
     common: dict[str, Any] = {
         "block_bytes": block_bytes,
         "block_params": tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
@@ -272,7 +273,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
     stem = [module for name, module in backbone.model.named_children() if name in backbone.family.stem]
-    stem_bytes = sum(_num_bytes(module.parameters()) for module in stem)
+    stem_bytes = sum(num_bytes(dict(module.named_parameters())) for module in stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
@@ -283,10 +284,6 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
         first_adapted=first_adapted,
         **common,
     )
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
