@@ -350,9 +350,8 @@ def merged_weight(
     # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
     a, b = (params[name + part].to(device, copy=True) for part in (LORA_A, LORA_B))
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
-    merged: Tensor = dense(weight.detach(), torch.float32).to(device) + (
-        update if isinstance(module, nn.Linear) else update.T
-    )
+    stored = dense(weight.detach(), torch.float32).to(device)
+    merged: Tensor = stored + (update if isinstance(module, nn.Linear) else update.T)
     return merged
 
 

@@ -9,6 +9,7 @@ Held so are the matrices of linear layers and of embeddings; norms and biases ar
 linear layers inside the model have the small type, and embeddings are bf16.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -37,17 +38,31 @@ Matrix: TypeAlias = Tensor | Callable[[], Tensor]
 
 def to_int8(weight: Tensor) -> Tensor:
     """The matrix as integers of eight bits with a scale for each row."""
-    quantization = import_module("torchao.quantization")
-    quantised: Tensor = quantization.Int8Tensor.from_hp(weight, granularity=quantization.PerRow())
+    torchao = _import_torchao()
+    quantised: Tensor = torchao.Int8Tensor.from_hp(weight, granularity=torchao.PerRow())
     return quantised
 
 
 def to_nf4(weight: Tensor) -> Tensor:
-    """The matrix in NF4, whose scales for 64 values are quantised too; blocks are smaller where a matrix has a rest."""
+    """The matrix in NF4 with a scale for 64 values, or for fewer where their number is no multiple of 64."""
     block = gcd(weight.numel(), 64)
-    scales = gcd(weight.numel() // block, 256)
-    quantised: Tensor = import_module("torchao.quantization").to_nf4(weight, block, scales)
+    quantised: Tensor = _import_torchao().to_nf4(weight, block, gcd(weight.numel() // block, 256))
     return quantised
+
+
+def _import_torchao() -> Any:
+    """torchao's quantisation. Raises `ConfigError` where it is not installed."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it warns of each of its libraries that is for another machine
+    try:
+        return import_module("torchao.quantization")
+    except ImportError:
+        raise ConfigError(
+            f"--base-weights int8 and nf4 need torchao, which is not installed; {install_command('quant')}, or take"
+            " --base-weights bf16"
+        ) from None
+    finally:
+        logging.disable(disabled)
 
 
 QUANTISERS: Mapping[str, Callable[[Tensor], Tensor]] = {"int8": to_int8, "nf4": to_nf4}
@@ -62,7 +77,7 @@ def hold_weights(model: nn.Module, held: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             rounded = parameter.data.to(FLOAT_TYPES[held])
             if name == "weight" and is_linear and quantise is not None:
-                module.weight = nn.Parameter(_quantised(quantise, rounded.float(), held), requires_grad=False)
+                module.weight = nn.Parameter(quantise(rounded.float()), requires_grad=False)
             elif name == "weight" and (is_linear or isinstance(module, nn.Embedding)):
                 parameter.data = rounded
             else:
@@ -71,16 +86,6 @@ def hold_weights(model: nn.Module, held: str) -> None:
             module.forward = partial(_forward, module)
         elif isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _module, _ids, rows: rows.float())
-
-
-def _quantised(quantise: Callable[[Tensor], Tensor], weight: Tensor, held: str) -> Tensor:
-    try:
-        return quantise(weight)
-    except ImportError:
-        raise ConfigError(
-            f"--base-weights {held} needs torchao, which is not installed; {install_command('quant')}, or take"
-            " --base-weights bf16"
-        ) from None
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -94,9 +94,8 @@ def _output_embedding(part: Backbone) -> Tensor:
     for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
         check_shape(part.name, key, file.get_slice(stored).get_shape(), table.shape)
         table = file.get_tensor(stored)
-    return table.to(
-        part.device, part.model.get_input_embeddings().weight.dtype, copy=True
-    )  # aligned, which what lies in a file need not be
+    dtype = part.model.get_input_embeddings().weight.dtype
+    return table.to(part.device, dtype, copy=True)  # aligned, which what lies in a file need not be
 
 
 def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any, str]]:
