@@ -211,5 +211,6 @@ def digest(params: Params) -> str:
     for key in sorted(plain):
         tensor = plain[key].detach().cpu().contiguous()
         state.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        # a tensor of one value may keep a stride that no view of its bytes takes
+        state.update(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -49,6 +49,8 @@ class Backbone:
 
     stored: Params = dataclasses.field(default_factory=dict)
     """Weights as in the files, on the CPU, of layers that compute with rounded ones (`with_linears_as`)."""
+    held: str = "fp32"
+    """Type of its matrices in memory (`models.weights`)."""
 
     @property
     def hidden(self) -> int:
@@ -280,10 +282,21 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
         heads=int(np.max(getattr(config, "num_attention_heads", 1))),
         layers=tuple(tuple(layer) for layer in layers),
         tail_bytes=total - sum(block_bytes) - stem_bytes,
+        unpacked_bytes=_unpacked_bytes(backbone),
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
         first_adapted=first_adapted,
         **common,
     )
+
+
+def _unpacked_bytes(backbone: Backbone) -> int:
+    """Bytes of the largest matrix that a product unpacks to float32; 0 where the weights are held so."""
+    if backbone.held == "fp32":
+        return 0
+    layers = (module for module in backbone.model.modules() if isinstance(module, (nn.Linear, Conv1D)))
+    matrices = [module.get_parameter("weight") for module in layers]
+    sizes = [matrix.numel() for matrix in (*matrices, backbone.vocabulary) if matrix is not None]
+    return torch.float32.itemsize * max(sizes, default=0)
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:

@@ -114,7 +114,7 @@ def load_backbone(
         if held != "fp32":
             hold_weights(model, held)
         loaded = loaded.requires_grad_(False).eval()
-        backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
+        backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family, held=held)
         if weights is None:
             _compute_once(backbone)
     if bf16 and held == "fp32":

@@ -80,6 +80,7 @@ def load_client_part(
         state[key].copy_(file.get_tensor(stored))
     if held != "fp32":
         hold_weights(part.model, held)
+        part = replace(part, held=held)
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
