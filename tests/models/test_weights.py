@@ -18,6 +18,7 @@ from atlas_fl.params import digest, num_bytes, plain_tensors
 from atlas_fl.ranks.cost_model import TrainingStep, device_memory
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.split.model import load_client_part
+from atlas_fl.storage import extras
 
 HELD = [held for held in FLOAT_TYPES if held != "fp32"]
 BYTES: Mapping[str, float] = {"bf16": 2, "fp16": 2, "int8": 1, "nf4": 0.5}
@@ -122,7 +123,7 @@ def test_without_torchao_one_line_says_how_to_get_it(
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(weights, "import_module", missing)
+    monkeypatch.setattr(extras, "import_module", missing)
     with pytest.raises(ConfigError) as caught:
         load_backbone(str(Path(writer_of("llama").path)), held="nf4")
     assert str(caught.value).startswith(

@@ -9,10 +9,8 @@ Held so are the matrices of linear layers and of embeddings; norms and biases ar
 linear layers inside the model have the small type, and embeddings are bf16.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from math import gcd
 from typing import Any, TypeAlias
 
@@ -20,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.errors import ConfigError
-from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.extras import import_extra
 
 FLOAT_TYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -38,7 +35,7 @@ Matrix: TypeAlias = Tensor | Callable[[], Tensor]
 
 def to_int8(weight: Tensor) -> Tensor:
     """The matrix as integers of eight bits with a scale for each row."""
-    torchao = _import_torchao()
+    torchao = _torchao()
     quantised: Tensor = torchao.Int8Tensor.from_hp(weight, granularity=torchao.PerRow())
     return quantised
 
@@ -46,23 +43,13 @@ def to_int8(weight: Tensor) -> Tensor:
 def to_nf4(weight: Tensor) -> Tensor:
     """The matrix in NF4 with a scale for 64 values, or for fewer where their number is no multiple of 64."""
     block = gcd(weight.numel(), 64)
-    quantised: Tensor = _import_torchao().to_nf4(weight, block, gcd(weight.numel() // block, 256))
+    quantised: Tensor = _torchao().to_nf4(weight, block, gcd(weight.numel() // block, 256))
     return quantised
 
 
-def _import_torchao() -> Any:
-    """torchao's quantisation. Raises `ConfigError` where it is not installed."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it warns of each of its libraries that is for another machine
-    try:
-        return import_module("torchao.quantization")
-    except ImportError:
-        raise ConfigError(
-            f"--base-weights int8 and nf4 need torchao, which is not installed; {install_command('quant')}, or take"
-            " --base-weights bf16"
-        ) from None
-    finally:
-        logging.disable(disabled)
+def _torchao() -> Any:
+    remedy = ", or take --base-weights bf16"
+    return import_extra("torchao.quantization", extra="quant", asked="--base-weights int8 and nf4 need", remedy=remedy)
 
 
 QUANTISERS: Mapping[str, Callable[[Tensor], Tensor]] = {"int8": to_int8, "nf4": to_nf4}
