@@ -43,19 +43,24 @@ def install_command(extra: str) -> str:
 
 
 def import_extra(module: str, *, extra: str, asked: str, remedy: str = "") -> Any:
-    """The module of a library that an extra brings, without what it logs of itself on import.
+    """The module of a library that an extra brings; raises `ConfigError` where it is not installed.
 
-    Raises `ConfigError` where it is not installed: `asked` says what needs it.
+    `asked` says what needs it.
     """
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
         return import_module(module)
     except ImportError:
         library = module.partition(".")[0]
         raise ConfigError(f"{asked} {library}, which is not installed; {install_command(extra)}{remedy}") from None
-    finally:
-        logging.disable(disabled)
+
+
+def silence_libraries() -> None:
+    """Keep warnings of libraries from the terminal that they log when they are imported.
+
+    transformers imports torchao wherever it is installed, and that warns of each of its parts for other machines.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _is_of(needed: Requirement, extra: str) -> bool:
