@@ -234,16 +234,18 @@ def base_of(folder: Path, held: str) -> PreTrainedModel:
 @pytest.mark.parametrize("held", [held for held in FLOAT_TYPES if held != "fp32"])
 @pytest.mark.parametrize("name", HELD)
 def test_so_they_are_on_a_base_held_in_another_type(site_of_model, tmp_path: Path, name: str, held: str) -> None:
-    """Not so Gemma, which scales its embeddings in their own type."""
+    """In a pack, alone and with checkpoints; not so Gemma, which scales its embeddings in their own type."""
     if held in QUANTISERS:
         pytest.importorskip("torchao", reason="without the extra quant nothing is compared in 8 and 4 bits")
     folder, site, params = site_of_model(name, held)
     packed = ours(site, range(3), params)
+    lean = load_backbone(str(folder), writes=True, held=held, gradient_checkpointing=True)
     for k in range(3):
         logits, gradients = pefts(folder, site, k, params[k], tmp_path / str(k), base_of(folder, held))
         ((exact, _),) = ours(site_of_model(name)[1], [k], params)
         assert (logits - exact).norm() > 3e-5 * exact.norm(), "held in another type it is another base"
-        for found, own in (ours(site, [k], params)[0], packed[k]):
+        alone, checkpointed = (ours(one, [k], params)[0] for one in (site, replace(site, backbone=lean)))
+        for found, own in (alone, checkpointed, packed[k]):
             torch.testing.assert_close(found, logits, atol=2e-5, rtol=1e-5)
             for key, expected in gradients.items():
                 torch.testing.assert_close(own[key], expected, atol=2e-5, rtol=1e-4, msg=key)
