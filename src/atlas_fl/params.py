@@ -133,7 +133,19 @@ def num_values(params: Params) -> int:
 
 def num_bytes(params: Params) -> int:
     """The memory of the tensors in bytes, without any encoding."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in plain_tensors(params).values())
+
+
+def plain_tensors(params: Params) -> dict[str, torch.Tensor]:
+    """The tensors in memory by name: those of a quantised one are its integers and its scales, behind its name."""
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in params.items():
+        if hasattr(tensor, "__tensor_flatten__"):
+            inner, _ = tensor.__tensor_flatten__()
+            plain |= plain_tensors({f"{name}.{part}": getattr(tensor, part) for part in inner})
+        else:
+            plain[name] = tensor
+    return plain
 
 
 def add(left: Params, right: Params, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -195,9 +207,10 @@ def with_frozen(params: Params, frozen: Params) -> dict[str, torch.Tensor]:
 
 def digest(params: Params) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
-    state = sha256()
-    for key in sorted(params):
-        tensor = params[key].detach().cpu().contiguous()
+    state, plain = sha256(), plain_tensors(params)
+    for key in sorted(plain):
+        tensor = plain[key].detach().cpu().contiguous()
         state.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        # a tensor of one value may keep a stride that no view of its bytes takes
+        state.update(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -20,6 +20,7 @@ from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, Importa
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ModelError
+from atlas_fl.models import backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import FAMILIES
@@ -245,8 +246,8 @@ def test_a_model_that_gives_no_numbers_writes_nothing_and_finds_no_token(
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
     prompts = encode_prompts(["w1 w2", "w3 w4 w5"], tokenizer=writer.backbone.tokenizer, max_length=9)
-    real = torch.nn.functional.linear
-    monkeypatch.setattr("atlas_fl.models.backbone.nn.functional.linear", lambda *args: real(*args) * float("nan"))
+    real = backbone.frozen_product
+    monkeypatch.setattr(backbone, "frozen_product", lambda *args: real(*args) * float("nan"))
     assert write(prompts, jobs[2].params, site, new_tokens=4) == ["", ""]
     nothing, labels = torch.full((3, 5), float("nan")), torch.tensor([0, 1, 2])
     judged = scored_outputs(nothing, labels, site.data[jobs[2].client].task)

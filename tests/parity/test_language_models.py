@@ -5,6 +5,7 @@ another width, tied embeddings, sliding windows in some blocks or all, logits th
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import ClientTokens, Site, initial_params
@@ -23,6 +24,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets, export_adapter
 from atlas_fl.models.tokenization import EncodedExamples, encode_targets
+from atlas_fl.models.weights import FLOAT_TYPES, QUANTISERS, to_nf4
 from atlas_fl.params import Params
 from atlas_fl.setup.assembly import max_sequence_length
 from tests.conftest import WORDS, _tokenizer
@@ -99,6 +101,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}),
 }
 QUICK = ("Llama 3.1 and 3.2", "Gemma 2")
+HELD = ("Llama 3.1 and 3.2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "Qwen3", "Phi-3")))
 IN_TURN = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 CLIENTS = ("a-0", "b-0", "c-0")
 
@@ -123,7 +126,7 @@ def site_of_model(tmp_path_factory: pytest.TempPathFactory):
     """(folder, site of three clients, their parameters) of a model."""
 
     @cache
-    def get(name: str) -> tuple[Path, Site, list[Params]]:
+    def get(name: str, held: str = "fp32") -> tuple[Path, Site, list[Params]]:
         architecture, changes = MODELS[name]
         # transformers knows no other pieces than bytes for Qwen2
         tokenizer = _tokenizer("qwen2" if architecture == "qwen2" else "llama")
@@ -138,7 +141,7 @@ def site_of_model(tmp_path_factory: pytest.TempPathFactory):
                     parameter.data.add_(torch.empty_like(parameter).normal_(0, 0.1))
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        backbone = load_backbone(str(folder), writes=True)
+        backbone = load_backbone(str(folder), writes=True, held=held)
         task = Task(name="a", num_labels=0, load=lambda _: pytest.fail("nothing is read"))
         data = {
             client: ClientTokens(task=task, splits={"train": examples(tokenizer, seed=3 * k)})
@@ -172,10 +175,13 @@ def ours(site: Site, clients: Sequence[int], params: Sequence[Params]) -> list[t
     ]
 
 
-def pefts(folder: Path, site: Site, k: int, params: Params, work_dir: Path) -> tuple[Tensor, Mapping[str, Tensor]]:
+def pefts(
+    folder: Path, site: Site, k: int, params: Params, work_dir: Path, base: PreTrainedModel | None = None
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The same of a plain model of PEFT, a text at a time: nothing is padded, and no text has a neighbour."""
     export_adapter(params, work_dir, family=site.backbone.family, base=str(folder), scale=scale)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(work_dir), is_trainable=True)
+    stock = AutoModelForCausalLM.from_pretrained(folder) if base is None else base
+    model = PeftModel.from_pretrained(stock, str(work_dir), is_trainable=True)
     data, logits = site.data[CLIENTS[k]].splits["train"], []
     for start, stop in zip(data.offsets[:-1], data.offsets[1:], strict=True):
         ids, is_target = (torch.from_numpy(array[start:stop]) for array in (data.ids, data.target_mask))
@@ -208,3 +214,54 @@ def test_logits_and_gradients_in_a_pack_and_alone_are_those_of_peft(site_of_mode
             for key, expected in gradients.items():
                 assert expected.abs().max() > 1e-4, f"{key} has no gradient to compare"
                 torch.testing.assert_close(own[key], expected, atol=2e-5, rtol=1e-4, msg=key)
+
+
+def base_of(folder: Path, held: str) -> PreTrainedModel:
+    """The stock model with the weights that are held, in float32 but for quantised layers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=FLOAT_TYPES[held]).float()
+    if held == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model.model, Int8WeightOnlyConfig())
+    if held == "nf4":
+        for module in model.model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(to_nf4(module.weight.detach()), requires_grad=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+@pytest.mark.parametrize("held", [held for held in FLOAT_TYPES if held != "fp32"])
+@pytest.mark.parametrize("name", HELD)
+def test_so_they_are_on_a_base_held_in_another_type(site_of_model, tmp_path: Path, name: str, held: str) -> None:
+    """In a pack, alone and with checkpoints; not so Gemma, which scales its embeddings in their own type."""
+    if held in QUANTISERS:
+        pytest.importorskip("torchao", reason="without the extra quant nothing is compared in 8 and 4 bits")
+    folder, site, params = site_of_model(name, held)
+    packed = ours(site, range(3), params)
+    lean = load_backbone(str(folder), writes=True, held=held, gradient_checkpointing=True)
+    for k in range(3):
+        logits, gradients = pefts(folder, site, k, params[k], tmp_path / str(k), base_of(folder, held))
+        ((exact, _),) = ours(site_of_model(name)[1], [k], params)
+        assert (logits - exact).norm() > 3e-5 * exact.norm(), "held in another type it is another base"
+        alone, checkpointed = (ours(one, [k], params)[0] for one in (site, replace(site, backbone=lean)))
+        for found, own in (alone, checkpointed, packed[k]):
+            torch.testing.assert_close(found, logits, atol=2e-5, rtol=1e-5)
+            for key, expected in gradients.items():
+                torch.testing.assert_close(own[key], expected, atol=2e-5, rtol=1e-4, msg=key)
+
+
+def test_weights_and_arithmetic_in_bf16_are_as_near_to_float32_as_pefts(site_of_model, tmp_path: Path) -> None:
+    """The two round at other places, and what both round is farther from float32 than they are from each other."""
+    folder, site, params = site_of_model(QUICK[0], "bf16")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    results = (
+        *ours(site_of_model(QUICK[0])[1], [0], params),
+        *ours(replace(site, bf16=True), [0], params),
+        pefts(folder, site, 0, params[0], tmp_path, base),
+    )
+    exact, own, expected = (torch.cat([tree[key].flatten().float() for key in params[0]]) for _, tree in results)
+    far = (expected - exact).norm()
+    assert 0.01 * exact.norm() < far < 0.15 * exact.norm()
+    assert (own - exact).norm() < 1.2 * far
+    assert (own - expected).norm() < 1.5 * far

@@ -83,6 +83,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "split": ({"split": "movie-0=1"}, "--split movie-0=1 cuts a model"),
     "trainable": (WHOLE, "--trainable full trains all weights"),
     "gradient_checkpointing": ({"gradient_checkpointing": True}, "--gradient-checkpointing computes"),
+    "base_weights": ({"base_weights": "bf16"}, "--base-weights bf16 unpacks"),
 }
 
 

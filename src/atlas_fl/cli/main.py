@@ -10,6 +10,7 @@ from importlib.metadata import version
 from atlas_fl.cli import options
 from atlas_fl.cli.arguments import ALIASES, Command, Words, last_value, parse, split, table, wrap_lines
 from atlas_fl.errors import MAX_REPR_CHARACTERS, AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
+from atlas_fl.storage.extras import silence_libraries
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -68,6 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
     # (`benchmarks/waiting.py`).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    silence_libraries()
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from atlas_fl.client.local_training import example_loss, positions
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
 from atlas_fl.models.backbone import Backbone, block_index, head_logits
 from atlas_fl.models.lora import merged_weight
+from atlas_fl.models.weights import dense
 from atlas_fl.params import Params, head_keys
 from atlas_fl.ranks.allocation import layer_importance, normalise_importance, rngwp
 from atlas_fl.split.channel import CutChannel, CutTraffic
@@ -79,7 +80,7 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
     first = len(backbone.blocks) - blocks
     prefix = backbone.family.block_lists
     return {
-        name: parameter.detach().to(backbone.device).requires_grad_()
+        name: dense(parameter.detach(), torch.float32).to(backbone.device).requires_grad_()
         for name, parameter in backbone.parameters.items()
         if parameter.ndim > 1 and name.startswith(prefix) and block_index(backbone, name) >= first
     }

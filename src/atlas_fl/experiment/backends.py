@@ -36,7 +36,13 @@ from atlas_fl.storage.files import secret_digest
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """A context manager of the run's assembly and its engine; errors of the run leave through it."""
 
-PROGRAM = "import sys; from atlas_fl.experiment.backends import worker_main; worker_main(*map(int, sys.argv[1:]))"
+PROGRAM = """\
+import sys
+from atlas_fl.storage.extras import silence_libraries
+silence_libraries()
+from atlas_fl.experiment.backends import worker_main
+worker_main(*map(int, sys.argv[1:]))
+"""
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
+from atlas_fl.params import plain_tensors
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import cuts_of, plan_run
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
@@ -334,7 +335,7 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
         round_seconds=recorder.round_seconds,
         reused_seconds=recorder.reused_seconds,
         memory=recorder.peak_memory(),
-        full_model_bytes=encoded_size(assembly.site.backbone.frozen),
+        full_model_bytes=encoded_size(plain_tensors(assembly.site.backbone.frozen)),
         attackers=configured_attackers(config, assembly.names),
     )
 

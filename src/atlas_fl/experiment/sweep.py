@@ -40,6 +40,8 @@ MOST_SEEDS = 1000
 PROGRAM = """
 import os, sys
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "{threads}"
+from atlas_fl.storage.extras import silence_libraries
+silence_libraries()
 from atlas_fl.experiment.sweep import serve_runs
 serve_runs(int(sys.argv[1]))
 """

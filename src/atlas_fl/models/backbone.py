@@ -10,7 +10,7 @@ torch's own memory: products of what lies otherwise may end in other last bits.
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,8 @@ from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.attention import PACKED, PackedLayout
 from atlas_fl.models.registry import Family, ModelShape, apply_layers
 from atlas_fl.models.vision import Vision
-from atlas_fl.params import Params, head_keys
+from atlas_fl.models.weights import frozen_product
+from atlas_fl.params import Params, head_keys, num_bytes
 from atlas_fl.storage.tensors import DTYPES
 
 
@@ -48,6 +49,8 @@ class Backbone:
 
     stored: Params = dataclasses.field(default_factory=dict)
     """Weights as in the files, on the CPU, of layers that compute with rounded ones (`with_linears_as`)."""
+    held: str = "fp32"
+    """Type of its matrices in memory (`models.weights`)."""
 
     @property
     def hidden(self) -> int:
@@ -156,7 +159,7 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     if backbone.family.stock:
         return features
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
-    logits = nn.functional.linear(features, backbone.vocabulary)
+    logits = frozen_product(features, backbone.vocabulary)
     cap = getattr(backbone.model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -255,8 +258,8 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     None for the modules is for a model of any architecture whose weights all train: the sizes that all have.
     """
     config, blocks = backbone.model.config.get_text_config(), backbone.blocks
-    block_bytes = tuple(_num_bytes(block.parameters()) for block in blocks)
-    total = _num_bytes(backbone.frozen.values())
+    block_bytes = tuple(num_bytes(dict(block.named_parameters())) for block in blocks)
+    total = num_bytes(backbone.frozen)
     common: dict[str, Any] = {
         "block_bytes": block_bytes,
         "block_params": tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
@@ -272,21 +275,28 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
     stem = [module for name, module in backbone.model.named_children() if name in backbone.family.stem]
-    stem_bytes = sum(_num_bytes(module.parameters()) for module in stem)
+    stem_bytes = sum(num_bytes(dict(module.named_parameters())) for module in stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
         heads=int(np.max(getattr(config, "num_attention_heads", 1))),
         layers=tuple(tuple(layer) for layer in layers),
         tail_bytes=total - sum(block_bytes) - stem_bytes,
+        unpacked_bytes=_unpacked_bytes(backbone),
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
         first_adapted=first_adapted,
         **common,
     )
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _unpacked_bytes(backbone: Backbone) -> int:
+    """Bytes of the largest matrix that a product unpacks to float32; 0 where the weights are held so."""
+    if backbone.held == "fp32":
+        return 0
+    layers = (module for module in backbone.model.modules() if isinstance(module, (nn.Linear, Conv1D)))
+    matrices = [module.get_parameter("weight") for module in layers]
+    sizes = [matrix.numel() for matrix in (*matrices, backbone.vocabulary) if matrix is not None]
+    return torch.float32.itemsize * max(sizes, default=0)
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:

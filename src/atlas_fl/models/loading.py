@@ -41,6 +41,7 @@ from atlas_fl.models.files import (
 )
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, locate_model, with_trained_pooler
 from atlas_fl.models.stock import auto_class, remove_last_layer, stock_family, stock_outputs
+from atlas_fl.models.weights import FLOAT_TYPES, hold_weights
 from atlas_fl.params import HEAD, Params
 from atlas_fl.storage.files import atomic_folder
 
@@ -73,11 +74,13 @@ def load_backbone(
     writes: bool = False,
     weights: Params | None = None,
     bf16: bool = False,
+    held: str = "fp32",
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
-    With `bf16` its linear layers hold weights of that dtype, where it runs in packs. `weights` are those of
-    `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
+    With `bf16` its linear layers hold weights of that dtype, where it runs in packs, and `held` is the type of all its
+    matrices (`models.weights`). `weights` are those of `Backbone.frozen`, which then are not read: on the CPU the
+    backbone's are these very tensors.
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
@@ -99,7 +102,8 @@ def load_backbone(
     with as_model_error(name, source), loading_lock():
         tokenizer = load_tokenizer(name, source)
         config = AutoConfig.from_pretrained(source, **loading_options(source))
-        loaded, missing = load_stock(name, source, auto, config, weights=weights, attn_implementation=PACKED)
+        options = {"attn_implementation": PACKED, "dtype": FLOAT_TYPES[held]}
+        loaded, missing = load_stock(name, source, auto, config, weights=weights, **options)
         model = loaded.base_model
         inside = [key.removeprefix(f"{family.prefix}.") for key in missing]
         if missing and family.pooler is None and all(key.startswith("pooler.") for key in inside):
@@ -107,11 +111,13 @@ def load_backbone(
         else:
             check_complete(name, missing)
         prepare_model(name, model, tokenizer, family)
+        if held != "fp32":
+            hold_weights(model, held)
         loaded = loaded.requires_grad_(False).eval()
-        backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
+        backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family, held=held)
         if weights is None:
             _compute_once(backbone)
-    if bf16:
+    if bf16 and held == "fp32":
         backbone = with_linears_as(backbone, torch.bfloat16)
     loaded.to(device)
     if writes:
@@ -170,7 +176,7 @@ def _compute_once(backbone: Backbone) -> None:
 def load_stock(
     name: str, source: str, auto: Any, config: Any, *, weights: Params | None = None, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """(the stock model in float32, names of the tensors that it lacks), of these weights or the files'.
+    """(the stock model, in float32 unless told, names of the tensors that it lacks), of these weights or the files'.
 
     Raises `ModelError` where the files hold less than the config asks for, or a tensor in another shape.
     """

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from atlas_fl.models.weights import Matrix, arithmetic_of, dense, matrix_of, read_matrix
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCALE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
 
@@ -79,13 +80,14 @@ class _PackedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropout_masks: Sequence[Tensor | None],
-        weight: Tensor,
+        weight: Matrix,
         bias: Tensor | None,
         segments: Sequence[Segment],
         scales: Sequence[float],
         *tensors: Tensor | None,
     ) -> Tensor:
-        out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        matrix = read_matrix(weight)
+        out = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
         hidden: list[Tensor | None] = []
         parts = zip(*(tensors[start::3] for start in range(3)), strict=True)
         for segment, scale, mask, (a, b, gate) in zip(segments, scales, dropout_masks, parts, strict=True):
@@ -96,16 +98,16 @@ class _PackedLinear(torch.autograd.Function):
             weighed = low if weights is None else low * _spread(weights, low)
             out[segment.start : segment.stop].addmm_(weighed, b.T, alpha=scale)
             hidden += [low, weights]
-        ctx.save_for_backward(x, weight, *tensors, *hidden)
-        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropout_masks
+        ctx.save_for_backward(x, *tensors, *hidden)
+        ctx.weight, ctx.segments, ctx.scales, ctx.dropped = weight, segments, scales, dropout_masks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *saved = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
         count = 3 * len(ctx.segments)
         tensors, hidden = saved[:count], saved[count:]
-        grad_x = grad @ weight.T if ctx.needs_input_grad[0] else None
+        grad_x = grad @ read_matrix(ctx.weight).T if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = []
         for k, (segment, scale, mask) in enumerate(zip(ctx.segments, ctx.scales, ctx.dropped, strict=True)):
             (a, b, gate), (low, weights) = tensors[3 * k : 3 * k + 3], hidden[2 * k : 2 * k + 2]
@@ -183,23 +185,25 @@ class _BatchedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         mask: Tensor | None,
-        weight: Tensor,
+        weight: Matrix,
         bias: Tensor | None,
         batch: _ClientBatch,
         *tensors: Tensor,
     ) -> Tensor:
-        out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        matrix = read_matrix(weight)
+        out = x @ matrix if bias is None else torch.addmm(bias, x, matrix)
         a = _stack(tensors[::2], x.dtype)
         b = _stack([factor.T for factor in tensors[1::2]], x.dtype)  # (clients, rank, d_out)
         low = torch.bmm(batch.rows(x if mask is None else x * mask), a.mT).mul_(batch.scale)
         out += batch.tokens(torch.bmm(low, b))
-        ctx.save_for_backward(x, weight, mask, a, b, low)
+        ctx.save_for_backward(x, mask, a, b, low)
+        ctx.weight = weight
         ctx.batch, ctx.ranks, ctx.dtype = batch, [factor.shape[0] for factor in tensors[::2]], tensors[0].dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mask, a, b, low = ctx.saved_tensors
+        x, mask, a, b, low = ctx.saved_tensors
         batch: _ClientBatch = ctx.batch
         upper = batch.rows(grad)
         upper.flatten(0, 1).index_fill_(0, batch.padding, 0.0)
@@ -208,7 +212,7 @@ class _BatchedLinear(torch.autograd.Function):
         grad_b = torch.bmm(upper.mT, low).to(ctx.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x, inner = grad @ weight.T, batch.tokens(torch.bmm(lower, a))
+            grad_x, inner = grad @ read_matrix(ctx.weight).T, batch.tokens(torch.bmm(lower, a))
             grad_x = grad_x.add_(inner) if mask is None else grad_x.addcmul_(inner, mask)
         pairs = zip(grad_a, grad_b, ctx.ranks, strict=True)
         grads = [one for own_a, own_b, rank in pairs for one in (own_a[:rank], own_b[:, :rank])]
@@ -220,7 +224,7 @@ class _BatchedLinear(torch.autograd.Function):
 def packed_linear(
     x: Tensor,
     *,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     segments: Sequence[Segment],
     scales: Sequence[float],
@@ -286,14 +290,12 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
     factors = [one for client in adapters.clients for one in (with_core(client, name), client[name + LORA_B])]
     gates = [client.get(name + LORA_GATE) for client in adapters.clients]
     scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
-    stored_weight = module.get_parameter("weight")
-    # nn.Linear holds (d_out, d_in), GPT-2's Conv1D its transpose.
-    weight = stored_weight.T if isinstance(module, nn.Linear) else stored_weight
+    weight = module.get_parameter("weight")
     bias = None if module.bias is None else module.get_parameter("bias")
 
     def forward(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        dtype = arithmetic_of(x)
         segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.sequences
         if len(adapters.clients) == 1:  # whatever the rows of the layer are, padding or a table too
             segments = (Segment(start=0, stop=len(rows)),)
@@ -303,7 +305,7 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
         out = packed_linear(
             rows.to(dtype),
-            weight=weight.to(dtype),
+            weight=matrix_of(weight, dtype, transposed=isinstance(module, nn.Linear)),
             bias=None if bias is None else bias.to(dtype),
             segments=segments,
             scales=scales,
@@ -325,13 +327,16 @@ def attach_adapters(modules: Mapping[str, nn.Module], adapters: Adapters) -> Ite
     the backward pass must lie inside as well, because it runs the layers again.
     """
     forwards = {name: _forward(module, name, adapters) for name, module in modules.items()}
+    stock = {name: vars(module)["forward"] for name, module in modules.items() if "forward" in vars(module)}
     for name, module in modules.items():
         module.forward = forwards[name]
     try:
         yield
     finally:
-        for module in modules.values():
+        for name, module in modules.items():
             del module.forward
+            if name in stock:
+                module.forward = stock[name]
 
 
 def merged_weight(
@@ -345,7 +350,8 @@ def merged_weight(
     # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
     a, b = (params[name + part].to(device, copy=True) for part in (LORA_A, LORA_B))
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
-    merged: Tensor = weight.detach().to(device) + (update if isinstance(module, nn.Linear) else update.T)
+    stored = dense(weight.detach(), torch.float32).to(device)
+    merged: Tensor = stored + (update if isinstance(module, nn.Linear) else update.T)
     return merged
 
 

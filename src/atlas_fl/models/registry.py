@@ -41,6 +41,8 @@ class ModelShape:
     """Part of these behind the last block: norm, pooler, an output embedding of its own."""
     vocabulary: int = 0
     """Tokens that are told apart where text is written; 0 where none is."""
+    unpacked_bytes: int = 0
+    """Bytes of the largest matrix in float32, where weights are held in another type and unpacked one at a time."""
     first_adapted: int = 0
     """The block where backward passes end: those below it are frozen and carry no adapters."""
 

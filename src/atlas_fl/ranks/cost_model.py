@@ -130,7 +130,10 @@ def device_memory(
     return Memory(
         total_bytes=device.memory_bytes,
         parts={
-            "frozen weights": shape.embedding_bytes - tail_bytes + sum(shape.block_bytes[:blocks]),
+            "frozen weights": shape.embedding_bytes
+            - tail_bytes
+            + sum(shape.block_bytes[:blocks])
+            + shape.unpacked_bytes,
             # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
             "activations": HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
             + LOGIT_COPIES * step.logits * VALUE_BYTES,

@@ -287,8 +287,8 @@ def backbone_of(
     if any(task.images for task in tasks):
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
-        bf16 = adapted and config.model.precision == "bf16"
-        backbone = load_backbone(name, writes=any(task.writes for task in tasks), bf16=bf16, **load_options)
+        bf16, held = adapted and config.model.precision == "bf16", config.model.base_weights
+        backbone = load_backbone(name, writes=any(task.writes for task in tasks), bf16=bf16, held=held, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:
@@ -304,6 +304,7 @@ NEEDS_PACKS: Mapping[str, str] = {
     "split": "cuts a model between two of its blocks",
     "trainable": "trains all weights",
     "gradient_checkpointing": "computes single blocks twice",
+    "base_weights": "unpacks the weights of single layers",
 }
 """Settings that the stock path cannot follow, with what they do; masks are for whole models alone."""
 
@@ -391,6 +392,7 @@ def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, b
         device=pick_device(config.run.accelerator, precision=config.model.precision),
         gradient_checkpointing=config.model.gradient_checkpointing,
         writes=writes and config.split.head == "client",
+        held=config.model.base_weights,
     )
     return Site(
         backbone=backbone,

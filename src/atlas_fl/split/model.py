@@ -25,6 +25,7 @@ from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, block_index, embed_tokens, norm_and_pool, read_positions, run_blocks
 from atlas_fl.models.files import checkpoint_names, shard_file, weight_files
 from atlas_fl.models.loading import build_first_blocks, check_shape, checkpoint_blocks
+from atlas_fl.models.weights import hold_weights
 from atlas_fl.params import HEAD, PRIVATE
 
 
@@ -54,12 +55,18 @@ def select_client_side(backbone: Backbone, names: Iterable[str], *, blocks: int,
 
 
 def load_client_part(
-    name: str, *, blocks: int, device: str = "cpu", gradient_checkpointing: bool = False, writes: bool = False
+    name: str,
+    *,
+    blocks: int,
+    device: str = "cpu",
+    gradient_checkpointing: bool = False,
+    writes: bool = False,
+    held: str = "fp32",
 ) -> Backbone:
     """The frozen backbone of a client that holds `blocks` blocks: its embeddings and these, and nothing else.
 
     With the output embedding if its head `writes` text. Only its own tensors are read from the files, one after
-    another; names are the stock ones.
+    another; names are the stock ones. They are held in the type `held` (`models.weights`).
     Raises `ModelError` where the model is not to be had, has no safetensors, lacks a tensor or has fewer blocks.
     """
     with torch.device("meta"):
@@ -71,6 +78,9 @@ def load_client_part(
     state = part.model.state_dict()
     for key, file, stored in _find_tensors(part, state):
         state[key].copy_(file.get_tensor(stored))
+    if held != "fp32":
+        hold_weights(part.model, held)
+        part = replace(part, held=held)
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
@@ -85,7 +95,8 @@ def _output_embedding(part: Backbone) -> Tensor:
     for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
         check_shape(part.name, key, file.get_slice(stored).get_shape(), table.shape)
         table = file.get_tensor(stored)
-    return table.to(part.device, torch.float32, copy=True)  # aligned, which what lies in a file need not be
+    dtype = part.model.get_input_embeddings().weight.dtype
+    return table.to(part.device, dtype, copy=True)  # aligned, which what lies in a file need not be
 
 
 def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any, str]]:

@@ -3,10 +3,14 @@
 It names the packages themselves, and so works wherever ATLAS came from: a clone, a wheel or an index.
 """
 
+import logging
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
+from typing import Any
 
 from packaging.requirements import Requirement
+
+from atlas_fl.errors import ConfigError
 
 PROJECT = "atlas-fl"
 
@@ -36,6 +40,27 @@ def install_command(extra: str) -> str:
     """
     packages = [f"'{requirement}'" for requirement in extra_requirements(extra).values()]
     return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]'"
+
+
+def import_extra(module: str, *, extra: str, asked: str, remedy: str = "") -> Any:
+    """The module of a library that an extra brings; raises `ConfigError` where it is not installed.
+
+    `asked` says what needs it.
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        library = module.partition(".")[0]
+        raise ConfigError(f"{asked} {library}, which is not installed; {install_command(extra)}{remedy}") from None
+
+
+def silence_libraries() -> None:
+    """Keep warnings of libraries from the terminal that they log when they are imported.
+
+    transformers imports torchao wherever it is installed, and that warns of each of its parts for other machines.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _is_of(needed: Requirement, extra: str) -> bool:
