@@ -1,18 +1,14 @@
 """`atlas evaluate` and `atlas generate`: what the models of a finished run write."""
 
-from rich.table import Table
-
 from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
-from atlas_fl.experiment.answers import Answer, Evaluation, evaluate_run
+from atlas_fl.experiment.answers import Answer, evaluate_run
 from atlas_fl.experiment.answers import generate as write_answer
+from atlas_fl.report.answers import scores_table
 from atlas_fl.storage.run_folder import find_run
 
 SHOWN = 3
 """Answers that are shown, of different clients."""
-KINDS = ("base", "alone", "federated")
-COLUMNS = {"primary": "score", "perplexity": "perplexity", "rougeL": "ROUGE-L", "exact_match": "exact match"}
-"""Scores that are shown, by what their columns are called."""
 
 
 def evaluate(options: cli.EvaluateOptions) -> int:
@@ -28,23 +24,8 @@ def evaluate(options: cli.EvaluateOptions) -> int:
     shown = list({answer.client: answer for answer in found.answers}.values())[:SHOWN]
     folder = find_run(options.run, runs_dir=options.runs_dir)
     written = f"written: {folder.evaluation}" + f" and {folder.answers}" * bool(found.answers)
-    show([_table(found), *(line for answer in shown for line in _lines(answer)), written])
+    show([scores_table(found), *(line for answer in shown for line in _lines(answer)), written])
     return 0
-
-
-def _table(found: Evaluation) -> Table:
-    """The mean scores over clients, a row for each kind of model."""
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title=f"{found.split} rows, {len(found.scores)} clients"
-    )
-    means = {kind: {name: found.mean(kind, name) for name in COLUMNS} for kind in KINDS}  # type: ignore[arg-type]
-    names = [name for name in COLUMNS if any(row[name] is not None for row in means.values())]
-    for title in ("model", *(COLUMNS[name] for name in names)):
-        table.add_column(title, justify="left" if title == "model" else "right")
-    for kind, row in means.items():
-        if row["primary"] is not None:
-            table.add_row(kind, *("-" if row[name] is None else f"{row[name]:.3f}" for name in names))
-    return table
 
 
 def _lines(answer: Answer) -> list[str]:

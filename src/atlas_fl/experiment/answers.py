@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -24,10 +24,12 @@ from atlas_fl.experiment.export import load_models
 from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Kind: TypeAlias = Literal["base", "alone", "federated"]
 """The frozen model, the one that a client has trained alone (`--alone`), and the one that the run gave it."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,25 @@ def evaluate_run(
     write_atomic(folder.answers, "".join(lines).encode())
     write_atomic(folder.evaluation, json.dumps({"split": split, "clients": found.scores}, indent=1).encode())
     return found
+
+
+def read_evaluation(folder: RunFolder) -> Evaluation | None:
+    """The scores and answers in a run's folder; None where it has not been evaluated.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if not folder.evaluation.is_file():
+        return None
+    content = read_json(folder.evaluation, within=folder.path)
+    try:
+        answers = [Answer(**row) for row in read_rows(folder.answers)]
+        return Evaluation(split=content["split"], scores=content["clients"], answers=answers)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"damaged file {folder.evaluation} or {folder.answers.name}: {error}; evaluate the run again with"
+            " `atlas evaluate`"
+        ) from None
 
 
 def generate(

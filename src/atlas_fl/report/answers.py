@@ -1,0 +1,75 @@
+"""Scores and answers of a run's models by kind, as `atlas evaluate` left them: tables of a terminal and of a page."""
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from atlas_fl.experiment.answers import KINDS, Answer, Evaluation
+from atlas_fl.report.table import Cell, Table, plain, word
+
+COLUMNS = {
+    "primary": "score",
+    "perplexity": "perplexity",
+    "rougeL": "ROUGE-L",
+    "exact_match": "exact match",
+}
+"""Scores that are shown, by their headings."""
+SHOWN = 24
+"""Most answers of a table."""
+LONGEST = 400
+"""Most characters of a text in it."""
+NOTHING = "(nothing)"
+
+
+def scores_table(found: Evaluation) -> Table:
+    """The mean scores over clients, a row for each kind of model."""
+    means = {kind: {name: found.mean(kind, name) for name in COLUMNS} for kind in KINDS}
+    rows: list[list[Cell]] = [
+        [kind, *(plain(row[name]) for name in COLUMNS)] for kind, row in means.items() if row["primary"] is not None
+    ]
+    title = f"Models on the {found.split} rows of {len(found.scores)} clients"
+    return Table(title=title, columns=["model", *COLUMNS.values()], rows=rows, note=NOTE).without_empty()
+
+
+NOTE = (
+    "means over clients; base: the model before fine-tuning; alone: each client's own, trained without the others, for"
+    " the clients that have one; federated: the run's"
+)
+
+
+def answers_table(found: Evaluation) -> Table:
+    """Some answers of every client, next to each other."""
+    by_client: dict[str, list[Answer]] = {}
+    for answer in found.answers:
+        by_client.setdefault(answer.client, []).append(answer)
+    in_turn = [answer for answers in zip_longest(*by_client.values()) for answer in answers if answer is not None]
+    shown = sorted(in_turn[:SHOWN], key=lambda answer: list(by_client).index(answer.client))
+    note = f"{len(shown)} of {len(found.answers)}; all are in answers.jsonl"
+    if any(len(text) > LONGEST for answer in shown for text in _texts(answer)):
+        note += f"; of a text longer than {LONGEST} characters the end of a prompt, or the beginning of an answer"
+    rows: list[list[Cell]] = [
+        [
+            answer.client,
+            _end(answer.prompt),
+            _beginning(answer.reference),
+            *(_beginning(answer.answers.get(kind)) for kind in KINDS),
+        ]
+        for answer in shown
+    ]
+    return Table(title="Answers", columns=["client", "prompt", "reference", *KINDS], rows=rows, note=note)
+
+
+def _texts(answer: Answer) -> Iterator[str]:
+    yield from (answer.prompt, answer.reference, *answer.answers.values())
+
+
+def _end(text: str) -> str:
+    left_out = len(text) - LONGEST
+    return text if left_out <= 0 else f"[{left_out} characters left out] {text[left_out:]}"
+
+
+def _beginning(text: str | None) -> str:
+    """The text, cut; a dash for None, where a client has no model of this kind."""
+    if not text:
+        return word(None) if text is None else NOTHING
+    left_out = len(text) - LONGEST
+    return text if left_out <= 0 else f"{text[:LONGEST]} [{left_out} characters left out]"
