@@ -20,6 +20,7 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         clients=options.client,
         answers=options.answers,
         new_tokens=options.new_tokens,
+        choices=options.choices,
     )
     shown = list({answer.client: answer for answer in found.answers}.values())[:SHOWN]
     folder = find_run(options.run, runs_dir=options.runs_dir)

@@ -126,6 +126,9 @@ class EvaluateOptions:
     """Most prompts that each client's models answer; the run's --rouge-examples by default."""
     new_tokens: int | None = None
     """Most tokens of an answer; the run's --new-tokens by default."""
+    choices: tuple[str, ...] = ()
+    """Answers among which each prompt's likeliest is found, as in `--choices yes no`, or the word `answers` for all
+    that a client was trained on; by default those that the rows have (chat=choices)."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 

@@ -20,11 +20,12 @@ from atlas_fl.data.chat import to_text
 from atlas_fl.data.metrics import rouge
 from atlas_fl.data.task import Rows
 from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
+from atlas_fl.experiment.choices import find_choices, score_choices
 from atlas_fl.experiment.export import load_models
 from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import read_json, read_rows
+from atlas_fl.storage.jsonl import drop_undefined, encode_json, read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Kind: TypeAlias = Literal["base", "alone", "federated"]
@@ -50,6 +51,11 @@ class Evaluation:
     scores: dict[str, dict[Kind, dict[str, float]]]
     """By client and kind."""
     answers: list[Answer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def clients(self, kind: Kind) -> int:
+        """Number of clients that have a model of this kind."""
+        return sum(kind in kinds for kinds in self.scores.values())
 
     def mean(self, kind: Kind, metric: str) -> float | None:
         """The mean score over the clients that have it; None where nobody does."""
@@ -65,13 +71,15 @@ def evaluate_run(
     clients: Sequence[str] = (),
     answers: int | None = None,
     new_tokens: int | None = None,
+    choices: Sequence[str] = (),
 ) -> Evaluation:
     """Score every kind of model of these clients, all by default, on their own rows; write it into the run's folder.
 
-    `answers` and `new_tokens` stand in for the run's --rouge-examples and --new-tokens.
+    `answers` and `new_tokens` stand in for the run's --rouge-examples and --new-tokens, `choices` for those of the rows
+    (`experiment.choices`).
 
     Raises:
-        ConfigError: the run has no such client.
+        ConfigError: the run has no such client, or no row is answered by one of the choices.
         CheckpointError: it has no checkpoint, or a client's model is at its site alone.
     """
     folder = find_run(run, runs_dir=runs_dir)
@@ -80,25 +88,40 @@ def evaluate_run(
     config = with_values(config, {name: value for name, value in values.items() if value is not None})
     models = _models_by_kind(folder, clients)
     assembly = assemble(config)
-    found = Evaluation(split=split, scores={})
+    site = assembly.site
+    offered = {
+        client.name: find_choices(client, split, given=choices, site=site, config=config.data)
+        for client in assembly.clients
+        if client.name in models["federated"]
+    }
+    rows = [choice for choice in offered.values() if choice is not None]
+    if choices and not rows:
+        raise ConfigError(
+            f"no {split} row is answered by one of --choices {' '.join(choices)}; name answers as they stand in the"
+            " data, or take --choices answers for all that a client was trained on"
+        )
+    left_out = sum(choice.left_out for choice in rows)
+    notes = [f"choice: without {left_out} rows whose answer is none of the choices"] if left_out else []
+    found = Evaluation(split=split, scores={}, notes=notes)
     for name in models["federated"]:
         own = {kind: of_kind[name] for kind, of_kind in models.items() if name in of_kind}
         scores: dict[Kind, dict[str, float]] = {}
         written: dict[Kind, list[str]] = {}
         for kind, params in own.items():
             options = EvaluateOptions(split=split, prior_correction=config.training.prior_correction)
-            job = Job(client=name, params=params, round=0, options=options)
-            (update,) = evaluate([job], assembly.site)
+            (update,) = evaluate([Job(client=name, params=params, round=0, options=options)], site)
             scores[kind] = {key: value for key, value in update.metrics.items() if key != "seconds"}
-            prompts = assembly.site.data[name].prompts.get(split)
+            prompts = site.data[name].prompts.get(split)
             if prompts is not None:
-                written[kind] = write(prompts.encoded, params, assembly.site, new_tokens=config.data.new_tokens)
+                written[kind] = write(prompts.encoded, params, site, new_tokens=config.data.new_tokens)
                 scores[kind] |= rouge(prompts.references, written[kind])
-        found.scores[name] = scores
+            if (choice := offered[name]) is not None:
+                scores[kind] |= score_choices(choice, params, client=name, site=site)
+        found.scores[name] = {kind: drop_undefined(values) for kind, values in scores.items()}
         found.answers.extend(_side_by_side(assembly, name, written, split=split))
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found.answers)
     write_atomic(folder.answers, "".join(lines).encode())
-    write_atomic(folder.evaluation, json.dumps({"split": split, "clients": found.scores}, indent=1).encode())
+    write_atomic(folder.evaluation, encode_json({"split": split, "clients": found.scores, "notes": found.notes}))
     return found
 
 
@@ -113,7 +136,7 @@ def read_evaluation(folder: RunFolder) -> Evaluation | None:
     content = read_json(folder.evaluation, within=folder.path)
     try:
         answers = [Answer(**row) for row in read_rows(folder.answers)]
-        return Evaluation(split=content["split"], scores=content["clients"], answers=answers)
+        return Evaluation(split=content["split"], scores=content["clients"], answers=answers, notes=content.get("notes", []))
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"damaged file {folder.evaluation} or {folder.answers.name}: {error}; evaluate the run again with"

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from atlas_fl.experiment.answers import KINDS, Answer, Evaluation
-from atlas_fl.report.table import Cell, Table, plain, word
+from atlas_fl.report.table import Cell, Table, count, plain, word
 
 COLUMNS = {
     "primary": "score",
     "perplexity": "perplexity",
     "rougeL": "ROUGE-L",
     "exact_match": "exact match",
+    "acc": "choice",
+    "acc_norm": "choice by length",
 }
 """Scores that are shown, by their headings."""
 SHOWN = 24
@@ -24,15 +26,20 @@ def scores_table(found: Evaluation) -> Table:
     """The mean scores over clients, a row for each kind of model."""
     means = {kind: {name: found.mean(kind, name) for name in COLUMNS} for kind in KINDS}
     rows: list[list[Cell]] = [
-        [kind, *(plain(row[name]) for name in COLUMNS)] for kind, row in means.items() if row["primary"] is not None
+        [kind, count(found.clients(kind)), *(plain(row[name]) for name in COLUMNS)]
+        for kind, row in means.items()
+        if row["primary"] is not None
     ]
     title = f"Models on the {found.split} rows of {len(found.scores)} clients"
-    return Table(title=title, columns=["model", *COLUMNS.values()], rows=rows, note=NOTE).without_empty()
+    notes = [NOTE, *found.notes]
+    return Table(
+        title=title, columns=["model", "clients", *COLUMNS.values()], rows=rows, note="\n".join(notes)
+    ).without_empty()
 
 
 NOTE = (
-    "means over clients; base: the model before fine-tuning; alone: each client's own, trained without the others, for"
-    " the clients that have one; federated: the run's"
+    "means over clients; choice: share of rows whose answer is the likeliest of all choices; base: the model before"
+    " fine-tuning; alone: each client's own, trained without the others; federated: the run's"
 )
 
 

@@ -43,9 +43,9 @@ def test_answers_stand_side_by_side_with_the_mean_scores_of_each_kind(make_run) 
     page = page_of(evaluated(make_run()))
     assert sections_of(page)[1] == "answers"
     assert table_of(page, SCORES) == [
-        {"model": "base", "score": 0.25, "exact match": 0.375},
-        {"model": "alone", "score": 0.5, "exact match": 0.75},
-        {"model": "federated", "score": 0.5, "exact match": 0.5},
+        {"model": "base", "clients": 2, "score": 0.25, "exact match": 0.375},
+        {"model": "alone", "clients": 1, "score": 0.5, "exact match": 0.75},
+        {"model": "federated", "clients": 2, "score": 0.5, "exact match": 0.5},
     ]
     first, second, third, fourth = table_of(page, "Answers")
     assert first == second and third == fourth
