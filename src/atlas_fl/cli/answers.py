@@ -4,7 +4,8 @@ from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
 from atlas_fl.experiment.answers import Answer, evaluate_run
 from atlas_fl.experiment.answers import generate as write_answer
-from atlas_fl.report.answers import scores_table
+from atlas_fl.experiment.harness import harness_run
+from atlas_fl.report.answers import harness_table, scores_table
 from atlas_fl.storage.run_folder import find_run
 
 SHOWN = 3
@@ -13,6 +14,18 @@ SHOWN = 3
 
 def evaluate(options: cli.EvaluateOptions) -> int:
     """Score the models of the run that these words name; 0."""
+    if options.harness:
+        found = harness_run(
+            options.run,
+            options.harness,
+            clients=options.client,
+            runs_dir=options.runs_dir,
+            tasks_dir=options.harness_tasks,
+            limit=options.harness_limit,
+            chat=options.harness_chat,
+        )
+        show([harness_table(found), f"written: {find_run(options.run, runs_dir=options.runs_dir).harness}"])
+        return 0
     found = evaluate_run(
         options.run,
         runs_dir=options.runs_dir,

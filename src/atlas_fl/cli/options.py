@@ -129,6 +129,15 @@ class EvaluateOptions:
     choices: tuple[str, ...] = ()
     """Answers among which each prompt's likeliest is found, as in `--choices yes no`, or the word `answers` for all
     that a client was trained on; by default those that the rows have (chat=choices)."""
+    harness: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness that the base and the adapters of --client are scored on instead of their own
+    rows; an extra of the package. Leaves harness.json in the run's folder."""
+    harness_tasks: str | None = None
+    """A folder of further such tasks: YAML files, which may run code of their own."""
+    harness_limit: int | None = None
+    """Most examples of such a task."""
+    harness_chat: bool = False
+    """Ask them in the chat template."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 

@@ -136,7 +136,9 @@ def read_evaluation(folder: RunFolder) -> Evaluation | None:
     content = read_json(folder.evaluation, within=folder.path)
     try:
         answers = [Answer(**row) for row in read_rows(folder.answers)]
-        return Evaluation(split=content["split"], scores=content["clients"], answers=answers, notes=content.get("notes", []))
+        return Evaluation(
+            split=content["split"], scores=content["clients"], answers=answers, notes=content.get("notes", [])
+        )
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"damaged file {folder.evaluation} or {folder.answers.name}: {error}; evaluate the run again with"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from atlas_fl.experiment.answers import KINDS, Answer, Evaluation
+from atlas_fl.experiment.harness import BASE, Scores
 from atlas_fl.report.table import Cell, Table, count, plain, word
 
 COLUMNS = {
@@ -63,6 +64,17 @@ def answers_table(found: Evaluation) -> Table:
         for answer in shown
     ]
     return Table(title="Answers", columns=["client", "prompt", "reference", *KINDS], rows=rows, note=note)
+
+
+def harness_table(found: Scores) -> Table:
+    """Scores of lm-evaluation-harness: a row for each task and metric, a column for each model."""
+    rows: list[list[Cell]] = [
+        [task, metric, *(plain(own.get(task, {}).get(metric)) for own in found.values())]
+        for task, metrics in found[BASE].items()
+        for metric in metrics
+    ]
+    note = "base: the model before fine-tuning; what an adapter loses against it is forgotten"
+    return Table(title="lm-evaluation-harness", columns=["task", "metric", *found], rows=rows, note=note)
 
 
 def _texts(answer: Answer) -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import Any
 from atlas_fl.config import config_hash, load_config, to_toml
 from atlas_fl.errors import first_of
 from atlas_fl.experiment.answers import read_evaluation
+from atlas_fl.experiment.harness import read_harness
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
-from atlas_fl.report.answers import answers_table, scores_table
+from atlas_fl.report.answers import answers_table, harness_table, scores_table
 from atlas_fl.report.figure_rows import ALL, class_rows, sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
@@ -269,10 +270,9 @@ def _events(record: Record) -> list[Block]:
 
 def _answers(folder: RunFolder) -> list[Block]:
     """Scores by kind of model and some answers; nothing where the run has not been evaluated."""
-    found = read_evaluation(folder)
-    if found is None:
-        return []
-    return [scores_table(found), *([answers_table(found)] if found.answers else [])]
+    found, harness = read_evaluation(folder), read_harness(folder)
+    blocks = [] if found is None else [scores_table(found), *([answers_table(found)] if found.answers else [])]
+    return [*blocks, *([harness_table(harness)] if harness else [])]
 
 
 def _settings(folder: RunFolder) -> list[Block]:
