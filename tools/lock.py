@@ -190,7 +190,7 @@ def offered_files(name: str, version: str, links: Iterable[Any]) -> dict[str, st
         try:
             if link.filename.endswith(".whl") and _is_installable(link.filename, name, version):
                 wheels[link.filename] = _hash_of(link)
-            elif link.filename.endswith(".tar.gz") and parse_sdist_filename(link.filename) == (name, Version(version)):
+            elif link.filename.endswith((".tar.gz", ".zip")) and parse_sdist_filename(link.filename) == (name, Version(version)):
                 archives[link.filename] = _hash_of(link)
         except ValueError:
             continue  # indexes keep files of twenty years, under names that no pip of today reads

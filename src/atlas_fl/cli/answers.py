@@ -2,20 +2,31 @@
 
 from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
-from atlas_fl.experiment.answers import Answer, evaluate_run
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.answers import Answer, evaluate_run, judge_run
 from atlas_fl.experiment.answers import generate as write_answer
 from atlas_fl.experiment.harness import harness_run
+from atlas_fl.experiment.judge import Judge
 from atlas_fl.report.answers import harness_table, scores_table
 from atlas_fl.storage.run_folder import find_run
 
+NEEDED = {
+    "judge_model": "judge",
+    **dict.fromkeys(("harness_tasks", "harness_limit", "harness_chat"), "harness"),
+}
+"""By option the one that it belongs to."""
 SHOWN = 3
 """Answers that are shown, of different clients."""
 
 
 def evaluate(options: cli.EvaluateOptions) -> int:
     """Score the models of the run that these words name; 0."""
+    for name, needed in NEEDED.items():
+        if getattr(options, name) and not getattr(options, needed):
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --{needed}; add that, or leave it out")
+    judge = None if options.judge is None else Judge(url=options.judge, model=options.judge_model or "")
     if options.harness:
-        found = harness_run(
+        results = harness_run(
             options.run,
             options.harness,
             clients=options.client,
@@ -24,7 +35,7 @@ def evaluate(options: cli.EvaluateOptions) -> int:
             limit=options.harness_limit,
             chat=options.harness_chat,
         )
-        show([harness_table(found), f"written: {find_run(options.run, runs_dir=options.runs_dir).harness}"])
+        show([harness_table(results), f"written: {find_run(options.run, runs_dir=options.runs_dir).harness}"])
         return 0
     found = evaluate_run(
         options.run,
@@ -35,6 +46,8 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         new_tokens=options.new_tokens,
         choices=options.choices,
     )
+    if judge is not None:
+        found = judge_run(options.run, judge, runs_dir=options.runs_dir)
     shown = list({answer.client: answer for answer in found.answers}.values())[:SHOWN]
     folder = find_run(options.run, runs_dir=options.runs_dir)
     written = f"written: {folder.evaluation}" + f" and {folder.answers}" * bool(found.answers)

@@ -129,6 +129,11 @@ class EvaluateOptions:
     choices: tuple[str, ...] = ()
     """Answers among which each prompt's likeliest is found, as in `--choices yes no`, or the word `answers` for all
     that a client was trained on; by default those that the rows have (chat=choices)."""
+    judge: str | None = None
+    """Address of a judge model (OpenAI-compatible, `http://localhost:8000/v1`) that compares the kept answers of base
+    and federation: prompts, references and answers leave this machine for it. A key is read from ATLAS_JUDGE_KEY."""
+    judge_model: str | None = None
+    """Name of the judge model there."""
     harness: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness that the base and the adapters of --client are scored on instead of their own
     rows; an extra of the package. Leaves harness.json in the run's folder."""

@@ -4,8 +4,9 @@ The frozen model is the federation's without its adapters, so what fine-tuning h
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, TypeAlias, get_args
@@ -22,6 +23,7 @@ from atlas_fl.data.task import Rows
 from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
 from atlas_fl.experiment.choices import find_choices, score_choices
 from atlas_fl.experiment.export import load_models
+from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
 from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage.folder_access import write_atomic
@@ -41,6 +43,8 @@ class Answer:
     prompt: str
     reference: str
     answers: dict[Kind, str]
+    verdict: Verdict | None = None
+    """The better one of base and federated by a judge model (`experiment.judge`); None where none was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +123,47 @@ def evaluate_run(
                 scores[kind] |= score_choices(choice, params, client=name, site=site)
         found.scores[name] = {kind: drop_undefined(values) for kind, values in scores.items()}
         found.answers.extend(_side_by_side(assembly, name, written, split=split))
+    _write_evaluation(folder, found)
+    return found
+
+
+def judge_run(run: str | Path, judge: Judge, *, runs_dir: str = "runs") -> Evaluation:
+    """Have a judge compare the kept answers of base and federation, and write its verdicts beside them.
+
+    What was judged before an error is written too.
+
+    Raises:
+        ConfigError: no answers of both are kept, or the judge does not answer.
+    """
+    folder = find_run(run, runs_dir=runs_dir)
+    found = read_evaluation(folder)
+    if found is None or not any(map(_is_comparable, found.answers)):
+        raise ConfigError(f"{folder.path} keeps no answers of both base and federation; evaluate it with --answers 8")
+    answers = list(found.answers)
+    try:
+        for place, answer in enumerate(found.answers):
+            if _is_comparable(answer):
+                base, federated = answer.answers["base"], answer.answers["federated"]
+                verdict = judge.compare(answer.prompt, answer.reference, base=base, federated=federated)
+                answers[place] = replace(answer, verdict=verdict)
+    finally:
+        verdicts = Counter(answer.verdict for answer in answers)
+        told = ", ".join(f"{verdict} {verdicts[verdict]}" for verdict in VERDICTS)
+        note = f"judge {judge.model}, better one in both orders: {told}"
+        found = replace(found, answers=answers, notes=[*found.notes, note])
+        _write_evaluation(folder, found)
+    return found
+
+
+def _is_comparable(answer: Answer) -> bool:
+    return {"base", "federated"} <= answer.answers.keys()
+
+
+def _write_evaluation(folder: RunFolder, found: Evaluation) -> None:
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found.answers)
     write_atomic(folder.answers, "".join(lines).encode())
-    write_atomic(folder.evaluation, encode_json({"split": split, "clients": found.scores, "notes": found.notes}))
-    return found
+    content = {"split": found.split, "clients": found.scores, "notes": found.notes}
+    write_atomic(folder.evaluation, encode_json(content))
 
 
 def read_evaluation(folder: RunFolder) -> Evaluation | None:

@@ -60,10 +60,11 @@ def answers_table(found: Evaluation) -> Table:
             _end(answer.prompt),
             _beginning(answer.reference),
             *(_beginning(answer.answers.get(kind)) for kind in KINDS),
+            word(answer.verdict),
         ]
         for answer in shown
     ]
-    return Table(title="Answers", columns=["client", "prompt", "reference", *KINDS], rows=rows, note=note)
+    return Table(title="Answers", columns=["client", "prompt", "reference", *KINDS, "judge"], rows=rows, note=note)
 
 
 def harness_table(found: Scores) -> Table:
