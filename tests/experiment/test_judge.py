@@ -51,7 +51,7 @@ def server(say: Callable[[str], Said]) -> Iterator[tuple[str, list[dict[str, Any
 
 def honest(text: str) -> str:
     """Prefer the answer that is the reference."""
-    first, second = text.split("[Answer of assistant A]\n")[1].split("\n\n[Answer of assistant B]\n")
+    first, second = text.split("[Answer A]\n")[1].split("\n\n[Answer B]\n")
     return "I think so. [[" + ("A" if first == "ja" else "B" if second.strip() == "ja" else "C") + "]]"
 
 
@@ -75,7 +75,12 @@ def test_a_pair_is_judged_in_both_orders(say: Callable[[str], Said], expected: s
 
 @pytest.mark.parametrize(
     ("said", "message"),
-    [(401, "HTTP 401"), (302, "HTTP 302"), (b"<html>", "no chat completion in JSON"), (b"{}", "no chat completion")],
+    [
+        (401, "HTTP Error 401"),
+        (302, "HTTP Error 302"),
+        (b"<html>", "does not answer as"),
+        (b"{}", "does not answer as"),
+    ],
 )
 def test_an_address_that_is_no_judge_is_named_and_a_redirect_not_followed(said: Said, message: str) -> None:
     with server(lambda _: said) as (url, requests), pytest.raises(ConfigError, match=message) as caught:
@@ -104,7 +109,7 @@ def test_verdicts_stand_beside_the_answers_and_the_key_nowhere(
     assert found == read_evaluation(folder)
     assert found.notes == ["judge m, better one in both orders: base 0, federated 1, tie 1, unclear 0"]
     assert "secret" not in "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    with server(lambda _: 500) as (url, _), pytest.raises(ConfigError, match="HTTP 500"):
+    with server(lambda _: 500) as (url, _), pytest.raises(ConfigError, match="HTTP Error 500"):
         judge_run(folder.path, Judge(url=url, model="m"))
 
 

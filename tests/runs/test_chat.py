@@ -13,7 +13,7 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.data.metrics import rouge
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.answers import evaluate_run, generate, read_evaluation
+from atlas_fl.experiment.answers import KINDS, evaluate_run, generate, read_evaluation
 from atlas_fl.experiment.choices import find_choices, log_likelihoods
 from atlas_fl.experiment.export import export_client, load_models
 from atlas_fl.setup.assembly import assemble
@@ -84,15 +84,16 @@ def test_choices_are_as_likely_as_stock_transformers_and_peft_find_them(
             with torch.no_grad():
                 logs = model(ids).logits.log_softmax(-1)[0, before - 1 : -1]
             assert value == pytest.approx(logs.gather(1, ids[0, before:, None]).sum().item(), abs=1e-4)
-    kinds = evaluate_run(folder, clients=["ja"], choices=["answers"]).scores["ja"]
-    assert kinds["federated"]["acc"] == 1.0, "a client's rows have one answer"
     assert main(["evaluate", str(folder), "--choices", "ja", "no"]) == 0
     assert "choice" in capsys.readouterr().out
     evaluation = read_evaluation(RunFolder(folder))
     assert evaluation is not None and evaluation.scores["ja"]["federated"]["acc"] == 1.0
     assert "acc" not in evaluation.scores["si"]["federated"]
-    with pytest.raises(ConfigError, match="no test row is answered by one of --choices oui non; name answers as they"):
-        evaluate_run(folder, choices=["oui", "non"])
+    for words in (["oui", "non"], ["ja"], ["ja,si"], ["answers"]):  # a client's rows have one answer
+        with pytest.raises(
+            ConfigError, match=f"no test row is answered by one of --choices {' '.join(words)}; name two"
+        ):
+            evaluate_run(folder, choices=words)
 
 
 def test_rows_with_choices_of_their_own_are_scored_without_being_told(
@@ -105,6 +106,9 @@ def test_rows_with_choices_of_their_own_are_scored_without_being_told(
             file.write(json.dumps(row) + "\n")
     task = f"quiz={tmp_path}/quiz.jsonl,chat=choices,template={tmp_path}/own.jinja"
     config = replace(chats, data=replace(chats.data, task=(task,), clients_per_task=2, rouge_examples=0))
-    found = evaluate_run(finished(replace(config, training=replace(config.training, rounds=12))).folder)
+    folder = finished(replace(config, training=replace(config.training, rounds=12))).folder
+    found = evaluate_run(folder)
     assert found.mean("federated", "acc") == 1.0 > found.mean("base", "acc")
+    again = evaluate_run(folder, choices=["answers"])
+    assert [again.mean(kind, "acc") for kind in KINDS] == [found.mean(kind, "acc") for kind in KINDS]
     assert not found.answers

@@ -101,8 +101,8 @@ def evaluate_run(
     rows = [choice for choice in offered.values() if choice is not None]
     if choices and not rows:
         raise ConfigError(
-            f"no {split} row is answered by one of --choices {' '.join(choices)}; name answers as they stand in the"
-            " data, or take --choices answers for all that a client was trained on"
+            f"no {split} row is answered by one of --choices {' '.join(choices)}; name two or more answers as they"
+            " stand in the data, or take --choices answers for all that a client was trained on"
         )
     left_out = sum(choice.left_out for choice in rows)
     notes = [f"choice: without {left_out} rows whose answer is none of the choices"] if left_out else []

@@ -51,7 +51,7 @@ def find_choices(
     None where there is no such row.
 
     Raises:
-        ConfigError: one choice is given, or the client has too many different answers.
+        ConfigError: the client has too many different answers.
     """
     task, rows = client.task, client.splits[split]
     if not task.writes:
@@ -66,20 +66,21 @@ def find_choices(
                 f" at most {MOST_CHOICES}; name some, as in --choices yes no"
             )
     choices = [tuple(given or (choices_of(text) if task.chat else ())) for text in rows.text]
-    kept = [index for index, reference in enumerate(references) if reference in choices[index]]
+    # among less than two there is nothing to choose
+    kept = [index for index, texts in enumerate(choices) if len(texts) > 1 and references[index] in texts]
     if not kept:
         return None
-    chosen, texts = rows.take(kept), tuple(choices[index] for index in kept)
+    chosen, offered = rows.take(kept), tuple(choices[index] for index in kept)
     limit, tokenizer = length_limit(task, config, site.backbone), site.backbone.tokenizer
     _, encode_prompt = encoders(task, site.backbone)
     contexts = [""] * len(kept)
     if task.chat:
         template = ChatTemplate(tokenizer, task.template)
         contexts = [template.prompt(text) for text in chosen.text]
-    encoded = encode_choices(encode_prompt(chosen, limit), contexts, texts, tokenizer=tokenizer, max_length=limit)
-    correct = tuple(texts[place].index(references[index]) for place, index in enumerate(kept))
+    encoded = encode_choices(encode_prompt(chosen, limit), contexts, offered, tokenizer=tokenizer, max_length=limit)
+    correct = tuple(offered[place].index(references[index]) for place, index in enumerate(kept))
     answered = sum(map(bool, choices))
-    return Choices(encoded=encoded, texts=texts, correct=correct, left_out=answered - len(kept))
+    return Choices(encoded=encoded, texts=offered, correct=correct, left_out=answered - len(kept))
 
 
 def _references(rows: Rows, *, is_chat: bool) -> list[str]:

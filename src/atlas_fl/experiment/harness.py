@@ -13,7 +13,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
 from atlas_fl.experiment.export import export_client, load_models
 from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.models.loading import find_family
-from atlas_fl.params import PRIVATE, head_keys
+from atlas_fl.params import head_keys
 from atlas_fl.setup.assembly import pick_device, recorded_config
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.jsonl import drop_undefined, read_json, write_json
@@ -59,34 +59,39 @@ def harness_run(
             f"--harness needs lm-evaluation-harness, which is not installed; {install_command('lm-eval')}"
         ) from None
     folder = find_run(run, runs_dir=runs_dir)
-    config = recorded_config(folder)
-    _check_clients(folder, clients)
+    config, models = recorded_config(folder), load_models(folder)
+    if not clients:
+        raise ConfigError("--harness scores the models of clients that are named; add --client NAME")
     manager = TaskManager(include_path=tasks_dir)
     for task in tasks:
         if task not in manager.all_tasks:
             raise unknown_name("task of lm-evaluation-harness", task, manager.all_tasks)
-    try:
-        manager.load(list(tasks))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the harness cannot read the data of {', '.join(tasks)}: {one_line(error)}; tasks with local data are"
-            " taken from --harness-tasks DIR"
-        ) from None
     source, _ = find_family(config.model.model, writes=True)
-    loading = {"device": pick_device(config.run.accelerator), "dtype": "float32", "batch_size": BATCH}
     found: dict[str, dict[str, dict[str, float]]] = {}
     with TemporaryDirectory() as temporary:
-        for name in (None, *clients):
-            adapter = None if name is None else export_client(folder.path, client=name, to=Path(temporary) / name)
-            results = simple_evaluate(
-                HFLM(pretrained=source, peft=None if adapter is None else str(adapter), **loading),
-                tasks=list(tasks),
-                task_manager=manager,
-                limit=limit,
-                apply_chat_template=chat,
-                log_samples=False,
+        adapters: dict[str, str | None] = {BASE: None}
+        for name in clients:
+            adapters[name] = str(export_client(folder.path, client=name, to=Path(temporary) / name))
+            if head_keys(models[name]) or is_gated(models[name]):
+                raise CheckpointError(f"the model of {name} is no PEFT adapter that writes text, as the harness loads")
+        try:
+            manager.load(list(tasks))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the harness cannot read the data of {', '.join(tasks)}: {one_line(error)}; tasks with local data are"
+                " taken from --harness-tasks DIR"
+            ) from None
+        for name, adapter in adapters.items():
+            model = HFLM(
+                pretrained=source,
+                peft=adapter,
+                device=pick_device(config.run.accelerator),
+                dtype="float32",
+                batch_size=BATCH,
             )
-            found[name or BASE] = {task: _metrics(own) for task, own in results["results"].items()}
+            options = {"limit": limit, "apply_chat_template": chat}
+            scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=False, **options)
+            found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
     content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
     write_json(folder.harness, content, within=folder.path)
     return found
@@ -96,21 +101,6 @@ def read_harness(folder: RunFolder) -> Scores:
     """The scores that `harness_run` wrote into a run's folder; none where it did not."""
     found: Scores = read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
     return found
-
-
-def _check_clients(folder: RunFolder, clients: Sequence[str]) -> None:
-    if not clients:
-        raise ConfigError("--harness scores the models of clients that are named; add --client NAME")
-    models = load_models(folder)
-    for name in clients:
-        if name not in models:
-            raise unknown_name("client", name, models)
-        params = models[name]
-        if head_keys(params) or is_gated(params) or PRIVATE in params:
-            raise CheckpointError(
-                f"the model of {name} is no PEFT adapter of a language model, which is what the harness loads;"
-                " `atlas evaluate` without --harness scores it on its own rows"
-            )
 
 
 def _metrics(results: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,6 @@ without exactly one verdict makes the pair unclear.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Literal, TypeAlias, get_args
@@ -25,25 +24,20 @@ MOST_BYTES = 1 << 20
 """Most bytes of an answer of the judge that are read."""
 Verdict: TypeAlias = Literal["base", "federated", "tie", "unclear"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-_ORDERS: Sequence[Mapping[str, Verdict]] = (
-    {"A": "base", "B": "federated", "C": "tie"},
-    {"A": "federated", "B": "base", "C": "tie"},
-)
 _ASKED = """\
-Compare two answers of AI assistants to a prompt. Judge which one is closer to the reference answer in content, \
-language and form. Neither the order nor the length of the answers matters. End with your verdict: [[A]] if assistant \
-A is better, [[B]] if assistant B is better, [[C]] for a tie.
+Which of two answers to a prompt is closer to the reference in content, language and form? Neither their order nor their
+length matters. End with your verdict: [[A]] if answer A is better, [[B]] if answer B is better, [[C]] for a tie.
 
 [Prompt]
 {prompt}
 
-[Reference answer]
+[Reference]
 {reference}
 
-[Answer of assistant A]
+[Answer A]
 {a}
 
-[Answer of assistant B]
+[Answer B]
 {b}
 """
 
@@ -64,8 +58,8 @@ class Judge:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
-        is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
+        secrets = parts.username or parts.password or parts.query or parts.fragment
+        if parts.scheme not in ("http", "https") or not parts.hostname or secrets:
             raise ConfigError(
                 "--judge takes an http or https address without a password or a question mark, such as"
                 f" http://localhost:8000/v1; a key goes into the environment variable {KEY}"
@@ -81,10 +75,9 @@ class Judge:
         """
         first = self._ask(_ASKED.format(prompt=prompt, reference=reference, a=base, b=federated))
         second = self._ask(_ASKED.format(prompt=prompt, reference=reference, a=federated, b=base))
-        one, other = (order.get(letter, "unclear") for order, letter in zip(_ORDERS, (first, second), strict=True))
-        if "unclear" in (one, other):
+        if not first or not second:
             return "unclear"
-        return one if one == other else "tie"
+        return {"AB": VERDICTS[0], "BA": VERDICTS[1]}.get(first + second, "tie")
 
     def _ask(self, text: str) -> str:
         """The letter of the judge's verdict; empty where it gives none, or several."""
@@ -95,19 +88,13 @@ class Judge:
         request = Request(f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
         try:
             with build_opener(_NoRedirect).open(request, timeout=SECONDS) as response:
-                content: Mapping[str, Any] = json.loads(response.read(MOST_BYTES))
-            letters = set(re.findall(r"\[\[([ABC])\]\]", str(content["choices"][0]["message"]["content"])))
-        except HTTPError as error:
-            error.close()
-            raise self._error(f"HTTP {error.code}") from None
-        except (OSError, HTTPException) as error:
-            raise self._error(one_line(getattr(error, "reason", error) or type(error).__name__)) from None
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise self._error("no chat completion in JSON") from None
+                said = json.loads(response.read(MOST_BYTES))["choices"][0]["message"]["content"]
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, HTTPError):
+                error.close()
+            raise ConfigError(
+                f"the judge at {self.url} does not answer as OpenAI's do ({one_line(error)}); check --judge,"
+                f" --judge-model and {KEY}; scores, answers and verdicts of before are written"
+            ) from None
+        letters = set(re.findall(r"\[\[([ABC])\]\]", str(said)))
         return letters.pop() if len(letters) == 1 else ""
-
-    def _error(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"the judge at {self.url} does not answer ({reason}); check --judge, --judge-model and {KEY}; scores and"
-            " answers of before are written"
-        )

@@ -1,6 +1,5 @@
 """Scores and answers of a run's models by kind, as `atlas evaluate` left them: tables of a terminal and of a page."""
 
-from collections.abc import Iterator
 from itertools import zip_longest
 
 from atlas_fl.experiment.answers import KINDS, Answer, Evaluation
@@ -32,10 +31,8 @@ def scores_table(found: Evaluation) -> Table:
         if row["primary"] is not None
     ]
     title = f"Models on the {found.split} rows of {len(found.scores)} clients"
-    notes = [NOTE, *found.notes]
-    return Table(
-        title=title, columns=["model", "clients", *COLUMNS.values()], rows=rows, note="\n".join(notes)
-    ).without_empty()
+    columns = ["model", "clients", *COLUMNS.values()]
+    return Table(title=title, columns=columns, rows=rows, note="\n".join([NOTE, *found.notes])).without_empty()
 
 
 NOTE = (
@@ -52,8 +49,6 @@ def answers_table(found: Evaluation) -> Table:
     in_turn = [answer for answers in zip_longest(*by_client.values()) for answer in answers if answer is not None]
     shown = sorted(in_turn[:SHOWN], key=lambda answer: list(by_client).index(answer.client))
     note = f"{len(shown)} of {len(found.answers)}; all are in answers.jsonl"
-    if any(len(text) > LONGEST for answer in shown for text in _texts(answer)):
-        note += f"; of a text longer than {LONGEST} characters the end of a prompt, or the beginning of an answer"
     rows: list[list[Cell]] = [
         [
             answer.client,
@@ -76,10 +71,6 @@ def harness_table(found: Scores) -> Table:
     ]
     note = "base: the model before fine-tuning; what an adapter loses against it is forgotten"
     return Table(title="lm-evaluation-harness", columns=["task", "metric", *found], rows=rows, note=note)
-
-
-def _texts(answer: Answer) -> Iterator[str]:
-    yield from (answer.prompt, answer.reference, *answer.answers.values())
 
 
 def _end(text: str) -> str:
