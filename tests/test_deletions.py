@@ -73,6 +73,7 @@ WRITERS: Mapping[str, str] = {
     "storage/gguf_smollm2.py": "into the folder of a fetch",
     "storage/jsonl.py": "where the caller says",
     "experiment/answers.py": "in a run's folder",
+    "experiment/harness.py": "in a run's folder",
     "experiment/export.py": "a card, into a folder of drafts",
     "models/gated_adapter.py": "into a folder of drafts",
     "models/peft_io.py": "into a folder of drafts",

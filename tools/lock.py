@@ -190,13 +190,17 @@ def offered_files(name: str, version: str, links: Iterable[Any]) -> dict[str, st
         try:
             if link.filename.endswith(".whl") and _is_installable(link.filename, name, version):
                 wheels[link.filename] = _hash_of(link)
-            elif link.filename.endswith(".tar.gz") and parse_sdist_filename(link.filename) == (name, Version(version)):
+            elif _is_archive(link.filename, name, version):
                 archives[link.filename] = _hash_of(link)
         except ValueError:
             continue  # indexes keep files of twenty years, under names that no pip of today reads
     if not wheels and not archives:
         raise SystemExit(f"the index of pip offers no file of {name}=={version}")
     return wheels or archives
+
+
+def _is_archive(filename: str, name: str, version: str) -> bool:
+    return filename.endswith((".tar.gz", ".zip")) and parse_sdist_filename(filename) == (name, Version(version))
 
 
 def _is_installable(filename: str, name: str, version: str) -> bool:

@@ -134,3 +134,32 @@ def test_a_bad_row_is_named(value: Any, message: str, tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_description_is_said(options: str, message: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         task_of(tmp_path, {"messages": TURNS}, options)
+
+
+QUIZ = {"question": "Hi {i}", "choices": ["No {i}", "Yo {i}", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "chosen"), [("Yo {i}", "Yo {i}"), (1, "Yo {i}"), ("1", "Yo {i}"), (2, "2"), ("2", "2"), ("0", "No {i}")]
+)
+def test_a_question_carries_its_choices_and_is_answered_by_one(answer: Any, chosen: str, tmp_path: Path) -> None:
+    asked, found = first_conversation(task_of(tmp_path, QUIZ | {"answer": answer}, "chat=choices"))
+    own = row_of({"choices": QUIZ["choices"], "content": chosen}, int(asked["content"].split()[-1]))
+    assert found == {"role": "assistant", **own}
+    renamed = {"ctx": "Hi {i}", "endings": json.dumps(QUIZ["choices"]), "label": answer}
+    assert first_conversation(task_of(tmp_path, renamed, "chat=choices:ctx:endings:label"))[1]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"answer": "Yes"}, "the answer 'Yes' to 'Hi 0' is none of its choices .* or its number from 0 to 2"),
+        ({"answer": 3}, "the answer 3 to 'Hi 0' is none of its choices"),
+        ({"answer": 0, "choices": ["a"]}, "a list without two or more different texts in 'choices'"),
+        ({"answer": 0, "choices": ["a", " a"]}, "a list without two or more different texts in 'choices'"),
+        ({"answer": 0, "choices": "a|b"}, "no list of texts such as .* in 'choices'"),
+    ],
+)
+def test_what_is_wrong_with_choices_is_said(values: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        task_of(tmp_path, QUIZ | values, "chat=choices")

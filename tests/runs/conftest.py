@@ -5,8 +5,10 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
@@ -245,3 +247,25 @@ def federation(
 
     yield make
     programs.kill_all()
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def chats(config: Callable[..., Config], tmp_path: Path, writer_of: Callable) -> Config:
+    """The config of two clients that answer the same with other words."""
+    (tmp_path / "own.jinja").write_text(CHAT_TEMPLATE)
+    source = np.random.default_rng(4)
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for number in range(80):
+            asked, client = "".join(source.choice([*"abcd"], size=6)), ("ja", "si")[number % 2]
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": client}]
+            file.write(json.dumps({"messages": turns, "land": client}) + "\n")
+    task = f"help={tmp_path}/chats.jsonl,chat=messages,client=land,template={tmp_path}/own.jinja"
+    base = config(strategy="fedavg", clusters="oracle", ranks="8", rounds=10, max_length=32, lr=3e-2, alone="all")
+    data = replace(base.data, tasks=(), task=(task,), clients_per_task=3, samples=40, rouge_examples=4, new_tokens=4)
+    return replace(base, data=data, model=replace(base.model, model=str(writer_of("qwen2").path)))

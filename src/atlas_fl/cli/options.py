@@ -134,6 +134,23 @@ class EvaluateOptions(OneRunOptions):
     """Most prompts that each client's models answer; the run's --rouge-examples by default."""
     new_tokens: int | None = None
     """Most tokens of an answer; the run's --new-tokens by default."""
+    choices: tuple[str, ...] = ()
+    """Answers among which each prompt's likeliest is found, as in `--choices yes no`, or the word `answers` for all
+    that a client was trained on; by default those that the rows have (chat=choices)."""
+    judge: str | None = None
+    """Address of a judge model (OpenAI-compatible, `http://localhost:8000/v1`) that compares the kept answers of base
+    and federation: prompts, references and answers leave this machine for it. A key is read from ATLAS_JUDGE_KEY."""
+    judge_model: str | None = None
+    """Name of the judge model there."""
+    harness: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness that the base and the adapters of --client are scored on instead of their own
+    rows; an extra of the package. Leaves harness.json in the run's folder."""
+    harness_tasks: str | None = None
+    """A folder of further such tasks: YAML files, which may run code of their own."""
+    harness_limit: int | None = None
+    """Most examples of such a task."""
+    harness_chat: bool = False
+    """Ask them in the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)

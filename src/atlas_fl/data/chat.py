@@ -1,23 +1,25 @@
 """Conversations: chats, instructions and preferences in the forms in which they are published (`chat=`).
 
 A row becomes a list of messages, each with a role (system, user or assistant) and its content, as JSON. The forms are
-those of TRL (`messages`, `completion`, `preference`), ShareGPT and Alpaca.
+those of TRL (`messages`, `completion`, `preference`), ShareGPT and Alpaca, and questions with choices, whose answer
+carries its choices along.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 
-Messages: TypeAlias = list[dict[str, str]]
-"""The turns of a conversation, each `{"role": .., "content": ..}`."""
+Messages: TypeAlias = list[dict[str, Any]]
+"""The turns of a conversation, each `{"role": .., "content": ..}`; an answer may have `"choices": [..]` beside it."""
 
 FORMS: Mapping[str, Mapping[str, str]] = {
     "messages": {"messages": "chat"},
     "sharegpt": {"conversations": "chat"},
     "alpaca": {"instruction": "text", "input": "optional", "output": "text"},
     "completion": {"prompt": "turns", "completion": "turns"},
+    "choices": {"question": "turns", "choices": "choices", "answer": "text"},
     "preference": {"prompt": "turns", "chosen": "turns", "rejected": "turns"},
 }
 """By form, its columns and what may be in them (`tables.CHECKS`)."""
@@ -59,6 +61,16 @@ def conversation_fault(value: Any) -> str:
 def turns_fault(value: Any) -> str:
     """Return what is wrong with a text, or a list of messages; empty where nothing is."""
     return "" if isinstance(_parsed(value), str) and value.strip() else _fault(value, lambda _: "")
+
+
+def choices_fault(value: Any) -> str:
+    """Return what is wrong with a list of different texts to choose from; empty where nothing is."""
+    texts = _parsed(value)
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        return 'no list of texts such as ["a cat", "a dog"]'
+    return (
+        "" if len({text.strip() for text in texts}) == len(texts) > 1 else "a list without two or more different texts"
+    )
 
 
 def _fault(value: Any, check: Callable[[Messages], str]) -> str:
@@ -120,6 +132,11 @@ def conversations(form: str, values: Mapping[str, Any], *, system: str | None = 
     if form == "alpaca":
         given = "\n\n".join(str(values[name]) for name in ("instruction", "input") if values[name])
         found = [[*_messages(given), *_messages(values["output"], role="assistant")]]
+    elif form == "choices":
+        chosen = _choose(
+            [text.strip() for text in _parsed(values["choices"])], values["answer"], asked=values["question"]
+        )
+        found = [[*_messages(values["question"]), chosen]]
     elif form in ("completion", "preference"):
         prompt = _messages(values["prompt"])
         ends = [_messages(values[name], role="assistant") for name in FORMS[form] if name != "prompt"]
@@ -130,6 +147,20 @@ def conversations(form: str, values: Mapping[str, Any], *, system: str | None = 
         found = [_messages(value)]
     first = [{"role": "system", "content": system}] if system else []
     return tuple((first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in found)
+
+
+def _choose(choices: list[str], answer: Any, *, asked: Any) -> dict[str, Any]:
+    """The answer to a question with choices: a number from 0 on, or a text that is one of them or such a number."""
+    text = str(answer).strip()
+    is_number = text.isdecimal() and int(text) < len(choices)
+    if is_number and (isinstance(answer, int) or text not in choices):
+        text = choices[int(text)]
+    if text not in choices:
+        raise DataError(
+            f"the answer {short_repr(answer)} to {short_repr(asked)} is none of its choices {short_repr(choices)}; give"
+            f" one of them, or its number from 0 to {len(choices) - 1}"
+        )
+    return {"role": "assistant", "content": text, "choices": choices}
 
 
 def _to_last_answer(messages: Messages) -> Messages:
@@ -151,6 +182,12 @@ def from_text(text: str) -> Messages:
     """The conversation of a row's text."""
     messages: Messages = json.loads(text)
     return messages
+
+
+def choices_of(text: str) -> list[str]:
+    """The choices of a row's last answer; none where it has none."""
+    found: list[str] = from_text(text)[-1].get("choices", [])
+    return found
 
 
 def last_answer(text: str) -> str:

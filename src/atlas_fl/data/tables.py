@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from atlas_fl.data.chat import conversation_fault, turns_fault
+from atlas_fl.data.chat import choices_fault, conversation_fault, turns_fault
 from atlas_fl.data.formats import (
     FAULTS,
     FORMATS,
@@ -122,6 +122,7 @@ CHECKS: dict[str, Callable[[Any], str]] = {
     "time": _time_fault,
     "chat": conversation_fault,
     "turns": turns_fault,
+    "choices": choices_fault,
     "optional": lambda value: _text_fault(value).replace(_ABSENT, ""),
 }
 """By kind of column, what a value is that may not be in it; empty for one that may. A class is not called as programs

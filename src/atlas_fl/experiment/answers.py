@@ -4,11 +4,12 @@ The frozen model is the federation's without its adapters, so what fine-tuning h
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -20,14 +21,18 @@ from atlas_fl.data.chat import to_text
 from atlas_fl.data.metrics import rouge
 from atlas_fl.data.task import Rows
 from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
+from atlas_fl.experiment.choices import find_choices, score_choices
 from atlas_fl.experiment.export import load_models
+from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
 from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.jsonl import drop_undefined, encode_json, read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Kind: TypeAlias = Literal["base", "alone", "federated"]
 """The frozen model, the one that a client has trained alone (`--alone`), and the one that the run gave it."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class Answer:
     prompt: str
     reference: str
     answers: dict[Kind, str]
+    verdict: Verdict | None = None
+    """The better one of base and federated by a judge model (`experiment.judge`); None where none was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,11 @@ class Evaluation:
     scores: dict[str, dict[Kind, dict[str, float]]]
     """By client and kind."""
     answers: list[Answer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def clients(self, kind: Kind) -> int:
+        """Number of clients that have a model of this kind."""
+        return sum(kind in kinds for kinds in self.scores.values())
 
     def mean(self, kind: Kind, metric: str) -> float | None:
         """The mean score over the clients that have it; None where nobody does."""
@@ -63,13 +75,15 @@ def evaluate_run(
     clients: Sequence[str] = (),
     answers: int | None = None,
     new_tokens: int | None = None,
+    choices: Sequence[str] = (),
 ) -> Evaluation:
     """Score every kind of model of these clients, all by default, on their own rows; write it into the run's folder.
 
-    `answers` and `new_tokens` stand in for the run's --rouge-examples and --new-tokens.
+    `answers` and `new_tokens` stand in for the run's --rouge-examples and --new-tokens, `choices` for those of the rows
+    (`experiment.choices`).
 
     Raises:
-        ConfigError: the run has no such client.
+        ConfigError: the run has no such client, or no row is answered by one of the choices.
         CheckpointError: it has no checkpoint, or a client's model is at its site alone.
     """
     folder = find_run(run, runs_dir=runs_dir)
@@ -78,26 +92,99 @@ def evaluate_run(
     config = with_values(config, {name: value for name, value in values.items() if value is not None})
     models = _models_by_kind(folder, clients)
     assembly = assemble(config)
-    found = Evaluation(split=split, scores={})
+    site = assembly.site
+    offered = {
+        client.name: find_choices(client, split, given=choices, site=site, config=config.data)
+        for client in assembly.clients
+        if client.name in models["federated"]
+    }
+    rows = [choice for choice in offered.values() if choice is not None]
+    if choices and not rows:
+        raise ConfigError(
+            f"no {split} row is answered by one of --choices {' '.join(choices)}; name two or more answers as they"
+            " stand in the data, or take --choices answers for all that a client was trained on"
+        )
+    left_out = sum(choice.left_out for choice in rows)
+    notes = [f"choice: without {left_out} rows whose answer is none of the choices"] if left_out else []
+    found = Evaluation(split=split, scores={}, notes=notes)
     for name in models["federated"]:
         own = {kind: of_kind[name] for kind, of_kind in models.items() if name in of_kind}
         scores: dict[Kind, dict[str, float]] = {}
         written: dict[Kind, list[str]] = {}
         for kind, params in own.items():
             options = EvaluateOptions(split=split, prior_correction=config.training.prior_correction)
-            job = Job(client=name, params=params, round=0, options=options)
-            (update,) = evaluate([job], assembly.site)
+            (update,) = evaluate([Job(client=name, params=params, round=0, options=options)], site)
             scores[kind] = {key: value for key, value in update.metrics.items() if key != "seconds"}
-            prompts = assembly.site.data[name].prompts.get(split)
+            prompts = site.data[name].prompts.get(split)
             if prompts is not None:
-                written[kind] = write(prompts.encoded, params, assembly.site, new_tokens=config.data.new_tokens)
+                written[kind] = write(prompts.encoded, params, site, new_tokens=config.data.new_tokens)
                 scores[kind] |= rouge(prompts.references, written[kind])
-        found.scores[name] = scores
+            if (choice := offered[name]) is not None:
+                scores[kind] |= score_choices(choice, params, client=name, site=site)
+        found.scores[name] = {kind: drop_undefined(values) for kind, values in scores.items()}
         found.answers.extend(_side_by_side(assembly, name, written, split=split))
+    _write_evaluation(folder, found)
+    return found
+
+
+def judge_run(run: str | Path, judge: Judge, *, runs_dir: str = "runs") -> Evaluation:
+    """Have a judge compare the kept answers of base and federation, and write its verdicts beside them.
+
+    What was judged before an error is written too.
+
+    Raises:
+        ConfigError: no answers of both are kept, or the judge does not answer.
+    """
+    folder = find_run(run, runs_dir=runs_dir)
+    found = read_evaluation(folder)
+    if found is None or not any(map(_is_comparable, found.answers)):
+        raise ConfigError(f"{folder.path} keeps no answers of both base and federation; evaluate it with --answers 8")
+    answers = list(found.answers)
+    try:
+        for place, answer in enumerate(found.answers):
+            if _is_comparable(answer):
+                base, federated = answer.answers["base"], answer.answers["federated"]
+                verdict = judge.compare(answer.prompt, answer.reference, base=base, federated=federated)
+                answers[place] = replace(answer, verdict=verdict)
+    finally:
+        verdicts = Counter(answer.verdict for answer in answers)
+        told = ", ".join(f"{verdict} {verdicts[verdict]}" for verdict in VERDICTS)
+        note = f"judge {judge.model}, better one in both orders: {told}"
+        found = replace(found, answers=answers, notes=[*found.notes, note])
+        _write_evaluation(folder, found)
+    return found
+
+
+def _is_comparable(answer: Answer) -> bool:
+    return {"base", "federated"} <= answer.answers.keys()
+
+
+def _write_evaluation(folder: RunFolder, found: Evaluation) -> None:
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found.answers)
     write_atomic(folder.answers, "".join(lines).encode())
-    write_atomic(folder.evaluation, json.dumps({"split": split, "clients": found.scores}, indent=1).encode())
-    return found
+    content = {"split": found.split, "clients": found.scores, "notes": found.notes}
+    write_atomic(folder.evaluation, encode_json(content))
+
+
+def read_evaluation(folder: RunFolder) -> Evaluation | None:
+    """The scores and answers in a run's folder; None where it has not been evaluated.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if not folder.evaluation.is_file():
+        return None
+    content = read_json(folder.evaluation, within=folder.path)
+    try:
+        answers = [Answer(**row) for row in read_rows(folder.answers)]
+        return Evaluation(
+            split=content["split"], scores=content["clients"], answers=answers, notes=content.get("notes", [])
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"damaged file {folder.evaluation} or {folder.answers.name}: {error}; evaluate the run again with"
+            " `atlas evaluate`"
+        ) from None
 
 
 def generate(

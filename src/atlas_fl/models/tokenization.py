@@ -330,6 +330,30 @@ def encode_chat_prompts(
     return replace(rows, target_mask=None)
 
 
+def encode_choices(
+    prompts: EncodedExamples,
+    contexts: Sequence[str],
+    choices: Sequence[Sequence[str]],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> EncodedExamples:
+    """Every prompt with each of its choices in turn, whose tokens are to be predicted, without an end of text.
+
+    A choice has the tokens that it has behind its context: the prompt's text, or none where it is tokenised alone.
+    Where both are longer than `max_length` the prompt loses its beginning, and then the choice its end.
+    """
+    rows = []
+    for place, context in enumerate(contexts):
+        prompt: list[int] = prompts.ids[prompts.offsets[place] : prompts.offsets[place + 1]].tolist()
+        before = len(tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"])
+        for choice in choices[place]:
+            ids = tokenizer(context + choice, add_special_tokens=False, verbose=False)["input_ids"]
+            target_ids = ids[min(before, len(ids) - 1) :][: max_length - 1]
+            rows.append(_answer_after(_cut(prompt, max_length - len(target_ids), "head"), target_ids))
+    return _concatenate(rows, full_lengths=[len(row) for row in rows])
+
+
 def _answer_after(prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[int, bool]]:
     return [*((token, False) for token in prompt), *((token, True) for token in answer)]
 

@@ -430,7 +430,7 @@ def tokenise(
     task = client.task
     if backbone.vision is not None:
         return image_tokens(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
-    limit = min(config.max_length or task.max_length, max_sequence_length(backbone))
+    limit = length_limit(task, config, backbone)
     examples: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in examples.items()}
     if not task.writes:
@@ -448,7 +448,7 @@ def tokenise(
     held_out: tuple[Split, Split] = ("validation", "test")
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
-        if rows.text and (rows.pair or task.chat):
+        if len(rows) and (rows.pair or task.chat):
             room = max_sequence_length(backbone) - config.new_tokens
             if room < 1:
                 raise ConfigError(
@@ -483,6 +483,11 @@ def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tu
         lambda rows, most: encode_targets(rows.text, rows.pair, max_length=most, **how),
         lambda rows, most: encode_prompts(rows.text, max_length=most, **how),
     )
+
+
+def length_limit(task: Task, config: DataConfig, backbone: Backbone) -> int:
+    """Most tokens of an example of this task."""
+    return min(config.max_length or task.max_length, max_sequence_length(backbone))
 
 
 def max_sequence_length(backbone: Backbone) -> int:

@@ -87,6 +87,8 @@ class RunFolder:
     """Scores of the run's models and of what they are compared with (`atlas evaluate`)."""
     answers = InnerPath("answers.jsonl")
     """The answers of these models: a row for each prompt."""
+    harness = InnerPath("harness.json")
+    """Scores of lm-evaluation-harness by model and task (`atlas evaluate --harness`)."""
     log = InnerPath("log.txt")
     """Lines of time, level and message."""
 

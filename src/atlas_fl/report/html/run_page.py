@@ -8,7 +8,10 @@ from typing import Any
 
 from atlas_fl.config import config_hash, load_config, to_toml
 from atlas_fl.errors import first_of
+from atlas_fl.experiment.answers import read_evaluation
+from atlas_fl.experiment.harness import read_harness
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
+from atlas_fl.report.answers import answers_table, harness_table, scores_table
 from atlas_fl.report.figure_rows import ALL, class_rows, sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
@@ -49,6 +52,7 @@ def run_page(run: Path | str) -> Page:
     last = max((row["round"] for row in record.metrics), default=0)
     sections: dict[tuple[str, str], list[Block]] = {
         ("outcome", "What came out"): _outcome(record),
+        ("answers", "What its models answer"): _answers(folder),
         ("convergence", "How it converged"): [*charts_of(record, "convergence", "scores", "by-class")],
         ("clients", "Who the clients are"): _clients(record),
         ("plan", "Who was found alike, and what was planned"): [
@@ -259,6 +263,13 @@ def _events(record: Record) -> list[Block]:
         rows.append([client, event, count(len(at)), first_of(at), detail])
     columns = ("client", "event", "times", "rounds", "why, or by whom")
     return [Table(title="Events", columns=columns, rows=rows)] if rows else []
+
+
+def _answers(folder: RunFolder) -> list[Block]:
+    """Scores by kind of model and some answers; nothing where the run has not been evaluated."""
+    found, harness = read_evaluation(folder), read_harness(folder)
+    blocks = [] if found is None else [scores_table(found), *([answers_table(found)] if found.answers else [])]
+    return [*blocks, *([harness_table(harness)] if harness else [])]
 
 
 def _settings(folder: RunFolder) -> list[Block]:

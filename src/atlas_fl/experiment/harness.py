@@ -1,0 +1,109 @@
+"""lm-evaluation-harness on a run's language models: its own tasks and code, on the base and on exported adapters.
+
+What a client's model has forgotten, or learned beside its own rows, is the difference from the base.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
+from atlas_fl.experiment.export import export_client, load_models
+from atlas_fl.models.gated_adapter import is_gated
+from atlas_fl.models.loading import find_family
+from atlas_fl.params import head_keys
+from atlas_fl.setup.assembly import pick_device, recorded_config
+from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.jsonl import drop_undefined, read_json, write_json
+from atlas_fl.storage.run_folder import RunFolder, find_run
+
+BATCH = 8
+BASE = "base"
+Scores: TypeAlias = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""By model (`base`, or a client's), task and metric."""
+
+
+def harness_run(
+    run: str | Path,
+    tasks: Sequence[str],
+    *,
+    clients: Sequence[str],
+    runs_dir: str = "runs",
+    tasks_dir: str | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+) -> Scores:
+    """Scores of the base and of these clients' adapters on tasks of the harness; written into the run's folder.
+
+    Args:
+        run: its folder, or its name in `runs_dir`.
+        tasks: names of the harness's tasks and groups.
+        clients: whose models are scored.
+        runs_dir: where runs lie.
+        tasks_dir: a folder with further tasks (YAML, whose `!function` entries run as code).
+        limit: most examples of a task.
+        chat: ask in the tokenizer's chat template.
+
+    Raises:
+        ConfigError: the harness is not installed, a task or client is unknown, or a task's data cannot be read.
+        CheckpointError: a client's model is no PEFT adapter that writes text.
+    """
+    try:
+        from lm_eval import simple_evaluate  # an extra, and ten seconds
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"--harness needs lm-evaluation-harness, which is not installed; {install_command('lm-eval')}"
+        ) from None
+    folder = find_run(run, runs_dir=runs_dir)
+    config, models = recorded_config(folder), load_models(folder)
+    if not clients:
+        raise ConfigError("--harness scores the models of clients that are named; add --client NAME")
+    manager = TaskManager(include_path=tasks_dir)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            raise unknown_name("task of lm-evaluation-harness", task, manager.all_tasks)
+    source, _ = find_family(config.model.model, writes=True)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with TemporaryDirectory() as temporary:
+        adapters: dict[str, str | None] = {BASE: None}
+        for name in clients:
+            adapters[name] = str(export_client(folder.path, client=name, to=Path(temporary) / name))
+            if head_keys(models[name]) or is_gated(models[name]):
+                raise CheckpointError(f"the model of {name} is no PEFT adapter that writes text, as the harness loads")
+        try:
+            manager.load(list(tasks))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the harness cannot read the data of {', '.join(tasks)}: {one_line(error)}; tasks with local data are"
+                " taken from --harness-tasks DIR"
+            ) from None
+        for name, adapter in adapters.items():
+            model = HFLM(
+                pretrained=source,
+                peft=adapter,
+                device=pick_device(config.run.accelerator),
+                dtype="float32",
+                batch_size=BATCH,
+            )
+            options = {"limit": limit, "apply_chat_template": chat}
+            scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=False, **options)
+            found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
+    content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
+    write_json(folder.harness, content, within=folder.path)
+    return found
+
+
+def read_harness(folder: RunFolder) -> Scores:
+    """The scores that `harness_run` wrote into a run's folder; none where it did not."""
+    found: Scores = read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
+    return found
+
+
+def _metrics(results: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a task, without the name of the filter where it is none."""
+    numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
+    return {name.removesuffix(",none"): float(value) for name, value in drop_undefined(numbers).items()}
