@@ -45,6 +45,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "data/chat_tasks.py": ({"read_text": 1, "tomllib.loads": 1}, "a resource of this package"),
     "models/chat_template.py": ({"json.loads": 2}, "rows of data that have been read"),
     "experiment/export.py": ({"read_text": 1}, "a resource of this package"),
+    "experiment/judge.py": ({"open": 1, "json.loads": 1}, "an address, and at most so many bytes of its answer"),
     "experiment/sweep.py": ({"json.loads": 1}, "between this process and its own workers"),
     "report/results_page.py": ({"read_text": 1}, "this package"),
     "flower/server_app.py": ({"read_bytes": 1}, "certificates in a temporary folder of this process"),

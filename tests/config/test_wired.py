@@ -18,7 +18,9 @@ from atlas_fl.methods.registry import RULES, SECOND_MODELS
 SOURCES = Path(atlas_fl.__file__).parent
 PARTS = [*RULES.values(), *SECOND_MODELS.values(), PersonalModels]
 READ_BY_CONFIG = {
+    "client_sizes": "`setup.options.dealing_of` hands it to `data.clients.make_clients` by its name",
     "knob": "`config.methods.knob_values` gives its values to the methods",
+    "test_mix": "`setup.options.dealing_of` hands it to `data.clients.make_clients` by its name",
     "trainable": "`Config.trainable` decides by the kind of the tasks",
     "tune": "`Config.trainable` decides by the kind of the tasks",
 }

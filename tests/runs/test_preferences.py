@@ -16,12 +16,12 @@ from atlas_fl.planning.round_costs import heaviest_step
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, placeholder_client, read_metadata
 from atlas_fl.setup.assembly import assemble
 from tests.models.stock_folders import save_stock_folder
+from tests.runs.conftest import CHAT_TEMPLATE
 from tests.runs.federation import Federation
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, rows
 from tests.runs.sessions import check_same_runs
-from tests.runs.test_chat import TEMPLATE
 from tests.runs.workers import in_threads
 
 FORM, COLUMNS = "chat=preference", ("prompt", "chosen", "rejected")
@@ -30,7 +30,7 @@ FORM, COLUMNS = "chat=preference", ("prompt", "chosen", "rejected")
 @pytest.fixture
 def preferences(config: Make, tmp_path: Path, writer_of: Callable) -> Make:
     """Makes the config of two clients that prefer one answer to others; their rows are in files, too."""
-    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    (tmp_path / "own.jinja").write_text(CHAT_TEMPLATE)
     source = np.random.default_rng(4)
     lines = []
     for number in range(80):

@@ -387,7 +387,7 @@ class ModelConfig:
     """Dropout on the inputs of adapters and head, drawn from a generator of the client's own."""
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Mark.COMMON] = "fp32"
     """Arithmetic of the model; bf16 and fp16 by autocast, fp16 with scaled losses, and of adapters on CUDA alone."""
-    base_weights: Annotated[Literal["fp32", "bf16", "fp16", "int8", "nf4"], Mark.COMMON, Mark.OF_ADAPTERS] = "fp32"
+    base_weights: Annotated[Literal["fp32", "bf16", "fp16", "int8", "nf4"], Mark.OF_ADAPTERS] = "fp32"
     """Type in which the frozen weights of a text model are held in memory, whatever the arithmetic; int8 and nf4, the
     four bits of QLoRA, need torchao."""
     gradient_checkpointing: Annotated[bool, Mark.OF_ADAPTERS] = False
