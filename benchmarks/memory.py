@@ -16,10 +16,9 @@ from pathlib import Path
 
 def peak(clients_per_task: int, folder: Path) -> float:
     """Peak resident memory of one run in GB, from its summary."""
-    script = "import sys; from atlas_fl.cli import main; sys.exit(main())"
     words = ["run", "--preset", "smoke", "--tasks", "movie", "trec", "tweets", "--rounds", "1", "--name", "run"]
     words += ["--clients-per-task", str(clients_per_task), "--runs-dir", str(folder)]
-    subprocess.run([sys.executable, "-c", script, *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "atlas_fl", *words], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "run" / "summary.json").read_text())
     return float(summary["memory"]["rss_bytes"]) / 1e9
 

@@ -18,7 +18,7 @@ LOADS = frozenset({"from_pretrained", "from_config", "load_dataset"})
 def refuses_code(call: ast.Call) -> bool:
     """Whether a call says that no code is to be run, by itself or with what `loading_options` gives."""
     said = {word.arg: ast.unparse(word.value) for word in call.keywords}
-    return said.get("trust_remote_code") == "False" or said.get(None) == "loading_options(source)"
+    return said.get("trust_remote_code") == "False" or "loading_options" in said.get(None, "")
 
 
 @pytest.mark.slow

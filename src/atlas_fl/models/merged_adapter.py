@@ -31,9 +31,8 @@ def export_merged(folder: Path, to: Path, *, base: str, auto: Any, multilabel: b
         head = {"num_labels": 1, "problem_type": "regression"}
     elif multilabel:
         head["problem_type"] = "multi_label_classification"
-    options = loading_options(base)
     with loading_lock():
-        model = auto.from_pretrained(base, dtype=torch.float32, **head, **options)
-        PeftModel.from_pretrained(model, str(folder)).merge_and_unload().save_pretrained(to)
+        model = auto.from_pretrained(base, dtype=torch.float32, **head, **loading_options(base))
+        PeftModel.from_pretrained(model, str(folder), trust_remote_code=False).merge_and_unload().save_pretrained(to)
         processor = AutoImageProcessor if auto is AutoModelForImageClassification else AutoTokenizer
-        processor.from_pretrained(base, **options).save_pretrained(to)
+        processor.from_pretrained(base, **loading_options(base)).save_pretrained(to)
