@@ -10,7 +10,7 @@ import pytest
 from tools.notebooks import FOLDER, execute, names, read
 
 LARGEST = 200_000
-"""Bytes of a file: figures are kept small, and all seven are read in a browser."""
+"""Bytes of a file: figures are kept small, and all eight are read in a browser."""
 PLACES = re.compile(r"/(tmp|root|home|Users|private|var|work)/")
 """Folders of one machine."""
 
@@ -24,8 +24,8 @@ def kinds(notebook: Any) -> list[list[str]]:
     ]
 
 
-def test_all_seven_are_here() -> None:
-    assert len(names()) == 7
+def test_all_eight_are_here() -> None:
+    assert len(names()) == 8
 
 
 @pytest.mark.parametrize("name", names())
