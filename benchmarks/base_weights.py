@@ -2,7 +2,8 @@
 
 Trains two clients of the preset chat for a round (SmolLM2-135M), once with every type of `--base-weights`, each in a
 process of its own, and prints the plan's bytes of frozen weights (what is held, and the largest matrix in float32), the
-peak resident memory and the seconds of the run, which include loading. Ratios are to fp32. int8 and nf4 need the extra `quant`, and the model `atlas fetch llm`.
+peak resident memory and the seconds of the run, which include loading. Ratios are to fp32. int8 and nf4 need the extra
+`quant`, and the model `atlas fetch llm`.
 
     OMP_NUM_THREADS=1 python benchmarks/base_weights.py
 """
