@@ -189,7 +189,7 @@ def load_models(folder: RunFolder) -> ByClient:
 def _origin(
     folder: RunFolder, config: Config, statistics: Mapping[str, Any], *, round: int, clients: int
 ) -> dict[str, Any]:
-    """What the card of a client's model says of its run; scores where the summary has those of this round."""
+    """Facts of a run for the card of a client's model; scores where the summary has those of this round."""
     client, scores = statistics["client"], {}
     summary = read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
     test = summary["clients"].get(client, {}).get("final", {}).get("test", {})

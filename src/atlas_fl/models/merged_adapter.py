@@ -1,5 +1,6 @@
 """A base model with an adapter in its weights, as a folder of stock transformers."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def export_merged(folder: Path, to: Path, *, base: str, auto: Any, multilabel: b
         head = {"num_labels": 1, "problem_type": "regression"}
     elif multilabel:
         head["problem_type"] = "multi_label_classification"
-    with loading_lock():
+    with loading_lock(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers under an old name
         model = auto.from_pretrained(base, dtype=torch.float32, **head, **loading_options(base))
         PeftModel.from_pretrained(model, str(folder), trust_remote_code=False).merge_and_unload().save_pretrained(to)
         processor = AutoImageProcessor if auto is AutoModelForImageClassification else AutoTokenizer
