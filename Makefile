@@ -53,7 +53,7 @@ unit: setup
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow and not product" --durations-file=$(DURATIONS)/test.tsv
 
 # more workers than cores: servers and sites wait for each other
-test-rest: setup
+test-rest: setup .venv/llm.stamp
 	$(PYTEST) -n 5 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
@@ -95,6 +95,10 @@ clean:
 
 .venv/fetched.stamp: .venv/installed.stamp
 	$(BIN)/atlas fetch embedded
+	touch $@
+
+.venv/llm.stamp: .venv/dev.stamp
+	$(BIN)/atlas fetch llm
 	touch $@
 
 .venv/vision.stamp: .venv/installed.stamp

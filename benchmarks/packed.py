@@ -6,6 +6,7 @@ both; the largest difference of the adapters afterwards says whether they did th
 
     python benchmarks/packed.py                                     # 9 clients on the CPU
     python benchmarks/packed.py --device cuda --clients-per-task 22 # on a GPU
+    python benchmarks/packed.py --model smollm2-135m --tasks spans_english definitions_english --samples 24 --steps 2
 """
 
 import argparse
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.utils import get_peft_model_state_dict
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import batches, train
@@ -60,24 +62,33 @@ def pad_batch(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.
         types[row, : stop - start] = torch.from_numpy(batch.types[start:stop])
         mask[row, : stop - start] = 1
     labels = torch.from_numpy(batch.labels)
-    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
+    if batch.target_mask is not None:
+        labels = torch.full((count, longest), -100)
+        labels[mask.bool()] = torch.from_numpy(np.where(batch.target_mask, batch.ids, -100))
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    inputs |= {} if batch.target_mask is not None else {"token_type_ids": types}
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def peft_model(assembly: Assembly, num_labels: int, device: str, *, bf16: bool = False) -> torch.nn.Module:
-    """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits.
+    """The stock model under PEFT, without dropout: the loop must be comparable to the last digits.
 
     With `bf16` the frozen weights are of that dtype, as who trains in it loads them; adapters stay float32.
     """
     backbone = assembly.site.backbone
     dtype = torch.bfloat16 if bf16 else torch.float32
-    model = AutoModelForSequenceClassification.from_pretrained(backbone.source, num_labels=num_labels, dtype=dtype)
+    first = assembly.site.first_adapted
+    if backbone.vocabulary is None:
+        model = AutoModelForSequenceClassification.from_pretrained(backbone.source, num_labels=num_labels, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(backbone.source, dtype=dtype)
     settings = LoraConfig(
         r=RANK,
         lora_alpha=2 * RANK,
         lora_dropout=0.0,
         target_modules=list(assembly.site.targets),
-        modules_to_save=modules_to_save(backbone.family),
+        layers_to_transform=list(range(first, len(backbone.blocks))) if first else None,
+        modules_to_save=modules_to_save(backbone.family) if backbone.vocabulary is None else None,
     )
     adapted: torch.nn.Module = get_peft_model(model, settings)
     for module in adapted.modules():
@@ -160,6 +171,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pack-tokens", type=int)
     parser.add_argument("--tasks", nargs="+", default=["movie", "trec", "pairs"])
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--model", default="minilm", help="a model that writes takes tasks of chats")
+    parser.add_argument("--adapted-blocks", type=int, help="all by default")
     return parser.parse_args()
 
 
@@ -172,7 +185,9 @@ def config_of(args: argparse.Namespace) -> Config:
             validation_samples=10,
             test_samples=10,
         ),
-        model=ModelConfig(precision="bf16" if args.bf16 else "fp32"),
+        model=ModelConfig(
+            model=args.model, precision="bf16" if args.bf16 else "fp32", adapted_blocks=args.adapted_blocks
+        ),
         training=TrainingConfig(pack_tokens=args.pack_tokens),
         run=RunConfig(accelerator=args.device),
     )

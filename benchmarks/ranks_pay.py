@@ -11,8 +11,8 @@ singular values of one of them:
     tail               share of the squared norm beyond the least rank that a client of the same task has in a module,
                        of the client with the largest ranks, after each round
 
-    python benchmarks/ranks_pay.py --rows docs/results-ranks.csv --minutes 60   # one command, as often as it is stopped
-    python benchmarks/ranks_pay.py --rows docs/results-ranks.csv --report       # the table from the rows alone
+    python benchmarks/ranks_pay.py --rows benchmarks/ranks_pay.csv --minutes 60   # one command, as often as it is stopped
+    python benchmarks/ranks_pay.py --rows benchmarks/ranks_pay.csv --report       # the table from the rows alone
 
 Declared before the first run: the constants below. `quick` takes minutes a run; `quick-trec` is its second task alone,
 four clients on the four kinds of devices with half of the examples; `label-skew` is eight clients of one task on the
@@ -258,7 +258,7 @@ def report(rows: list[dict[str, str]]) -> None:
 def main() -> int:
     """Run what is missing, as long as there is time; 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, default=Path("docs/results-ranks.csv"), help="the file of rows")
+    parser.add_argument("--rows", type=Path, default=Path("benchmarks/ranks_pay.csv"), help="the file of rows")
     parser.add_argument("--minutes", type=float, default=60, help="no run begins after so many minutes")
     parser.add_argument("--federations", nargs="*", default=list(FEDERATIONS), help="these alone")
     parser.add_argument("--ranks", nargs="*", default=list(RANKS), help="these alone")

@@ -286,10 +286,15 @@ def test_a_model_that_does_not_fit_names_every_part_and_the_remedy() -> None:
     ):
         assert part in message
     assert "\n" not in message
+    writes = replace(MINILM, vocabulary=30_000)
+    with pytest.raises(BudgetError, match="add --base-weights bf16 or --gradient-checkpointing"):
+        free_memory(writes, DEVICES["cpu_2gb"], step=TrainingStep(tokens=20_000))
+    with pytest.raises(BudgetError, match="add --gradient-checkpointing"):  # it has fewer bits already
+        free_memory(replace(writes, unpacked_bytes=1), DEVICES["cpu_2gb"], step=TrainingStep(tokens=20_000))
 
 
 def test_check_memory_passes_what_fits_exactly() -> None:
     parts = {"frozen weights": 10, "activations": 12}
-    check_memory(Memory(total_bytes=22, parts=parts), name="x")
+    check_memory(Memory(total_bytes=22, parts=parts), MINILM, name="x")
     with pytest.raises(BudgetError, match="x has"):
-        check_memory(Memory(total_bytes=21, parts=parts), name="x")
+        check_memory(Memory(total_bytes=21, parts=parts), MINILM, name="x")

@@ -112,10 +112,9 @@ def finish_round(
             client_models = with_temperatures(client_models, temperatures)
         scores: dict[Split, Mapping[str, Update]] = {}
         if final or number % config.training.eval_every == 0:
-            # ROUGE is of what the clients end with: writing costs a pass a token
-            new_tokens = config.data.new_tokens if final else 0
-            splits: tuple[Split, ...] = ("validation", "test")
-            scores = {split: evaluate(client_models, split, new_tokens=new_tokens) for split in splits}
+            # ROUGE is of what the clients end with, on test prompts alone: writing costs a pass a token
+            new_tokens: dict[Split, int] = {"validation": 0, "test": config.data.new_tokens if final else 0}
+            scores = {split: evaluate(client_models, split, new_tokens=count) for split, count in new_tokens.items()}
         return RoundOutcome(
             client_models=client_models,
             kept_local=kept_local,

@@ -351,7 +351,7 @@ def assign_ranks(
             importance[:num_on_device], table[:num_on_device], options, budget_bytes=free, max_rank=max_rank
         )
         ranks = (*below, *ranks[num_on_device:])
-    cost_model.check_memory(cost_model.device_memory(shape, device, ranks=ranks, step=step), name=device.name)
+    cost_model.check_memory(cost_model.device_memory(shape, device, ranks=ranks, step=step), shape, name=device.name)
     one_rank_bytes = cost_model.adapter_bytes(shape, (1,) * shape.num_layers) * cost_model.TRAINING_COPIES
     return RankAssignment(
         ranks=ranks,

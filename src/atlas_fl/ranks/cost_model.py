@@ -145,14 +145,16 @@ def device_memory(
     )
 
 
-def check_memory(memory: Memory, *, name: str) -> None:
+def check_memory(memory: Memory, shape: ModelShape, *, name: str) -> None:
     """Raise `BudgetError`, with every part and what would help, unless the parts fit into the device."""
     if memory.free_bytes >= 0:
         return
     parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts.items())
+    fewer_bits = " --base-weights bf16 or" if shape.vocabulary and not shape.unpacked_bytes else ""
     raise BudgetError(
         f"{name} has {_mb(memory.total_bytes)} of memory and training takes {_mb(memory.used_bytes)} ({parts}); "
-        "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing, or take a larger device"
+        f"lower --batch-size, --max-length or --ranks, add{fewer_bits} --gradient-checkpointing, or take a larger"
+        " device"
     )
 
 
@@ -163,7 +165,7 @@ def free_memory(shape: ModelShape, device: Device, *, step: TrainingStep) -> int
     """
     # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
     empty = device_memory(shape, device, ranks=(0,) * shape.num_layers, step=step, largest_rank=device.max_rank)
-    check_memory(empty, name=device.name)
+    check_memory(empty, shape, name=device.name)
     return empty.free_bytes
 
 
