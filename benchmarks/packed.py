@@ -10,9 +10,12 @@ both; the largest difference of the adapters afterwards says whether they did th
 """
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -173,13 +176,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--model", default="minilm", help="a model that writes takes tasks of chats")
     parser.add_argument("--adapted-blocks", type=int, help="all by default")
+    parser.add_argument("--conversations", action="store_true", help="of random words, their lengths log-normal")
     return parser.parse_args()
 
 
+def write_conversations(path: Path, count: int) -> str:
+    """The task of a file of conversations: answers of 60 words in the median, .9 the deviation of logs."""
+    draw = np.random.default_rng(0)
+    words = ["how", "many", "people", "live", "there", "in", "the", "north", "of", "a", "small", "town", "and", "why"]
+    with path.open("w") as file:
+        for length in np.exp(draw.normal(np.log(60), 0.9, count)).astype(int) + 1:
+            answer = " ".join(draw.choice(words, length))
+            file.write(json.dumps({"prompt": " ".join(draw.choice(words, 12)), "completion": answer}) + "\n")
+    return f"conversations={path},chat=completion"
+
+
 def config_of(args: argparse.Namespace) -> Config:
+    own: tuple[str, ...] = ()
+    if args.conversations:
+        count = 2 * args.clients_per_task * (args.samples + 20)
+        own = (write_conversations(Path(tempfile.mkdtemp()) / "conversations.jsonl", count),)
     return Config(
         data=DataConfig(
-            tasks=tuple(args.tasks),
+            tasks=() if own else tuple(args.tasks),
+            task=own,
+            max_length=512 if own else None,
             clients_per_task=args.clients_per_task,
             samples=args.samples,
             validation_samples=10,

@@ -11,7 +11,7 @@ singular values of one of them:
     tail               share of the squared norm beyond the least rank that a client of the same task has in a module,
                        of the client with the largest ranks, after each round
 
-    python benchmarks/ranks_pay.py --rows benchmarks/ranks_pay.csv --minutes 60   # one command, as often as it is stopped
+    python benchmarks/ranks_pay.py --rows benchmarks/ranks_pay.csv --minutes 60   # as often as it is stopped
     python benchmarks/ranks_pay.py --rows benchmarks/ranks_pay.csv --report       # the table from the rows alone
 
 Declared before the first run: the constants below. `quick` takes minutes a run; `quick-trec` is its second task alone,
