@@ -90,7 +90,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(INSTALL) dev flower ray search xlsx llm
+	$(INSTALL) dev flower ray search xlsx llm dp
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp

@@ -42,11 +42,17 @@ class RoundFinished:
     rows: Sequence[Mapping[str, Any]] = ()
     """Rows that the round has added to `metrics.jsonl`."""
 
+    @property
+    def learned(self) -> str:
+        """The mean training loss, or under differential privacy, which reports none, the largest epsilon spent."""
+        spent = [row["epsilon"] for row in self.rows if "epsilon" in row]
+        return f"epsilon {max(spent):.2f}" if spent else f"loss {self.loss:.3f}"
+
     def __str__(self) -> str:
         client_scores = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())
         scores = f"; validation: {client_scores}" if client_scores else ""
         cost = f"{self.seconds:.1f} s, {self.bytes:,} bytes"
-        return f"round {self.round} of {self.rounds}: loss {self.loss:.3f}, {cost}{scores}"
+        return f"round {self.round} of {self.rounds}: {self.learned}, {cost}{scores}"
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def event_line(event: Event) -> str | None:
     if isinstance(event, RoundFinished):
         width = len(str(event.rounds))
         cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"
-        return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}loss {event.loss:.3f}  {cost}"
+        return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}{event.learned}  {cost}"
     return None
 
 

@@ -18,7 +18,7 @@ import torch
 from atlas_fl.rng import Seed, derive_secret, derive_seed, generator, torch_generator
 
 Use: TypeAlias = Literal[
-    "order", "subset", "halves", "gradients", "augment", "dropout", "sensitivity", "term", "trainer", "update"
+    "order", "subset", "halves", "gradients", "augment", "dropout", "sensitivity", "term", "trainer", "update", "noise"
 ]
 """Use of a draw; draws of two uses are independent."""
 

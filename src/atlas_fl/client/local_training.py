@@ -107,10 +107,11 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
     first = num_head_steps(examples, options, round=job.round) if options.head_epochs else 0
     asked = (options.batch_size, options.max_steps, options.half, options.most)
     take = data.take if options.dpo_beta is None else data.take_pairs
+    chunks_of = _chunks if options.dp == "none" else _poisson_batches
     chunks = chain(
         islice(_chunks(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
         islice(
-            _chunks(index, draws, job.round, asked=asked, size=options.batch_size),
+            chunks_of(index, draws, job.round, asked=asked, size=options.batch_size),
             num_steps(examples, options, round=job.round) - first,
         ),
     )
@@ -125,6 +126,15 @@ def _chunks(
     for epoch in count() if len(index) else ():
         order = draws.generator("order", *path, epoch, asked=asked).permutation(index)
         yield from (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _poisson_batches(
+    index: np.ndarray, draws: Draws, *path: object, asked: tuple[object, ...], size: int
+) -> Iterator[np.ndarray]:
+    """Batches without end of examples that are each in one by chance, `size` of them on average."""
+    for step in count():
+        chance = draws.generator("order", *path, step, asked=asked).random(len(index))
+        yield index[chance * len(index) < size]
 
 
 def _augment(batch: EncodedExamples, job: Job, draws: Draws, *, step: int) -> EncodedExamples:
@@ -251,7 +261,11 @@ class LocalTrainer:
         self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
-            replace(options, seed=int(self._draws.generator("term", *_round_path(job)).integers(2**31))),
+            replace(
+                options,
+                seed=int(self._draws.generator("term", *_round_path(job)).integers(2**31)),
+                clip=options.clip if options.dp == "none" else 0.0,  # examples are clipped each
+            ),
             self.scale,
             on_norms=None if self.line is None else partial(self.line.share_norms, client_side=self._below),
             anchor=job.sent.get("anchor", {}),
@@ -281,6 +295,10 @@ class LocalTrainer:
         """Where the masks of this step come from."""
         path = (*_round_path(self.job), done)
         return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
+
+    def noise(self, done: int) -> torch.Generator:
+        """Where the noise of this step comes from, under differential privacy."""
+        return self._draws.torch_generator("noise", *_round_path(self.job), done)
 
     def loss(self, logits: Tensor, labels: Tensor, batch: EncodedExamples) -> Tensor:
         """Loss of a batch: of its labels or tokens, or of its preferences."""

@@ -84,6 +84,10 @@ class TrainOptions:
     """Begin with the job's momentum, and hand back what there is at the end."""
     feature_alignment: float = 0.0
     """Weight of the pull to the job's centroids (`methods.fedpac`); 0 for none."""
+    dp: Literal["none", "example"] = "none"
+    """Unit of differential privacy (`client.privacy`)."""
+    epsilon: float = 8.0
+    delta: float | None = None
     report: str = "none"
     """Kind of what is reported beside the update (`methods.method.Method.report`)."""
 

@@ -29,6 +29,7 @@ from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.local_training import example_loss, learning_rate, positions, train
 from atlas_fl.client.options import OWN_TRAINER, TrainOptions
+from atlas_fl.client.privacy import train_privately
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.tokenization import EncodedExamples
@@ -156,6 +157,8 @@ TRAINERS: dict[str, Trainer | None] = {OWN_TRAINER: None}
 
 def train_clients(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Every client's trained model by the loop that its options name, in the order of the jobs."""
+    if jobs and jobs[0].options.dp == "example":
+        return train_privately(jobs, site)
     if {job.options.trainer for job in jobs} <= {OWN_TRAINER}:
         return train(jobs, site)
     return [_train_by_plugin(job, site) for job in jobs]

@@ -169,6 +169,13 @@ class TrainingConfig:
     update_filter: tuple[str, ...] = ()
     """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
     `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
+    dp: Literal["none", "example"] = "none"
+    """Differential privacy of each training example at its client (DP-SGD): batches by chance, gradients of examples
+    clipped to --clip, and noise that keeps `--epsilon` at `--delta` over all rounds."""
+    epsilon: Annotated[float, Range(above=0, most=1e4)] = 8.0
+    """Budget of each client under --dp, spent when the last round ends."""
+    delta: Annotated[float | None, Range(above=0, below=1)] = None
+    """Chance at which --epsilon may not hold; by default n^-1.1 for a client with n examples."""
     dpo_beta: Annotated[float | None, Range(above=0)] = None
     """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
     this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from atlas_fl.aggregation.mixing import resize_ranks
+from atlas_fl.client.privacy import privacy_note
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
 from atlas_fl.data.clients import data_notes, label_statistics, one_class_notes, shard_notes
@@ -42,7 +43,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, lora_of, paper_notes, strategy_of
+from atlas_fl.setup.options import cut_of, lora_of, paper_notes, strategy_of, train_options
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.ledger import LedgerRow
@@ -130,6 +131,10 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         notes=(
             *dial_note(config),
             *paper_notes(config, [client.task for client in assembly.clients], is_full=assembly.is_full),
+            *privacy_note(
+                [len(client.train) for client in assembly.clients],
+                train_options(config, with_images=assembly.has_images),
+            ),
             *data_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),

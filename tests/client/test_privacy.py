@@ -1,0 +1,122 @@
+"""Example-level differential privacy: accounting, batches by chance, clipped gradients of examples, noise."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.client import privacy
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import batches
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.privacy import epsilon_of, noise_multiplier, noise_of, spent_epsilon, train_privately
+from tests.client.test_multitask import dense_loss
+
+pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+
+OPTIONS = TrainOptions(
+    seed=3, batch_size=4, lr=0.05, clip=0.3, optimizer="sgd", epochs=2, dp="example", epsilon=4.0, delta=1e-3
+)
+
+ORACLES = [  # q, noise multiplier, steps, delta, epsilon by privacy loss distributions
+    (0.01, 4.0, 10_000, 1e-5, 0.9470),
+    (256 / 60_000, 1.12, 14_063, 1e-5, 2.3103),
+    (250 / 60_000, 1.3, 3_600, 1e-5, 0.8530),
+    (250 / 60_000, 0.7, 10_800, 1e-5, 5.5622),
+    (0.2, 0.5, 3, 0.15594, 1.0),
+    (1.0, math.sqrt(3), 3, 0.126936, 1.0),  # Gaussian differential privacy with mu 1
+    (1.0, 1.0, 12, 1e-2, 13.300),
+    (0.1, 1.0, 50, 1e-3, 3.314),
+    (0.05, 1.0, 100, 1e-4, 2.870),
+    (0.08, 1.0, 450, 1e-3, 8.834),
+]
+
+
+@pytest.mark.parametrize(("q", "noise", "steps", "delta", "epsilon"), ORACLES)
+def test_epsilon_is_that_of_published_settings(
+    q: float, noise: float, steps: int, delta: float, epsilon: float
+) -> None:
+    assert epsilon_of(q, noise, steps, delta) == pytest.approx(epsilon, abs=1e-3)
+
+
+def test_one_full_batch_without_sampling_is_the_gaussian_mechanism() -> None:
+    """By hand: sigma 3.7306 is what (1, 1e-5) needs (Balle and Wang 2018, the analytic Gaussian mechanism)."""
+    assert noise_of(1.0, 1, 1.0, 1e-5) == pytest.approx(3.7306, abs=5e-3)
+
+
+def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:
+    options = dataclasses.replace(OPTIONS, rounds=5)
+    spent = [spent_epsilon(40, options, round=number) for number in range(1, 6)]
+    assert spent == sorted(spent) and spent[0] < 0.8 * spent[-1]
+    assert 3.97 < spent[-1] <= 4.0
+    assert noise_multiplier(40, options) > noise_multiplier(400, options)
+    assert noise_multiplier(40, dataclasses.replace(options, delta=None)) < noise_multiplier(40, options)
+
+
+def test_examples_are_in_a_batch_by_chance(tiny_of, site_of, spec_of) -> None:
+    tiny = tiny_of("bert")
+    spec = spec_of(name="a-0", labels=3, examples=50)
+    data = site_of(tiny, spec).data["a-0"].splits["train"]
+    options = dataclasses.replace(OPTIONS, epochs=40)
+    drawn = list(batches(data, Job(client="a-0", params={}, round=1, options=options), secret=None))
+    assert len(drawn) == 40 * math.ceil(50 / 4)
+    sizes = np.array([len(batch) for batch in drawn])
+    assert sizes.mean() == pytest.approx(4, abs=0.3)
+    assert sizes.var() == pytest.approx(50 * 0.08 * 0.92, rel=0.2)  # of a binomial
+    counts = np.bincount(np.concatenate([batch.taken_from[1] for batch in drawn]), minlength=50)
+    assert counts.min() > 15 and counts.max() < 75
+
+
+def test_steps_are_those_of_plain_torch_with_one_example_at_a_time(
+    tiny_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the stock model with whole weights W + s B A, without noise; two clients are in the pack."""
+    monkeypatch.setattr(privacy, "noise_multiplier", lambda *_: 0.0)
+    tiny = tiny_of("bert")
+    specs = [
+        spec_of(name=f"{name}-0", labels=labels, examples=count) for name, labels, count in zip("ab", (3, 2), (11, 6))
+    ]
+    site = site_of(tiny, *specs)
+    jobs = [Job(client=spec.name, params=tiny.params(spec), round=1, options=OPTIONS) for spec in specs]
+    updates = train_privately(jobs, site)
+    for job, update, labels in zip(jobs, updates, (3, 2), strict=True):
+        stock = tiny.stock(labels)
+        leaves = {key: value.clone().requires_grad_() for key, value in job.params.items()}
+        clipped = 0
+        for batch in batches(site.data[job.client].splits["train"], job, secret=None):
+            total = {key: torch.zeros_like(leaf) for key, leaf in leaves.items()}
+            for place in range(len(batch)):
+                loss = dense_loss(stock, leaves, batch.take(np.array([place])), site.scale)
+                gradients = torch.autograd.grad(loss, list(leaves.values()))
+                norm = float(torch.cat([one.flatten() for one in gradients]).norm())
+                clipped += norm > OPTIONS.clip
+                for key, gradient in zip(leaves, gradients, strict=True):
+                    total[key] += gradient * min(1.0, OPTIONS.clip / norm)
+            with torch.no_grad():
+                for key, leaf in leaves.items():
+                    leaf -= OPTIONS.lr * total[key] / OPTIONS.batch_size
+        assert clipped > 0
+        for key, leaf in leaves.items():
+            assert torch.allclose(update.params[key], leaf, atol=1e-5), key
+
+
+def test_noise_has_its_deviation_in_every_tensor_and_is_drawn_apart(tiny_of, site_of, spec_of) -> None:
+    tiny = tiny_of("bert")
+    spec = spec_of(name="a-0", labels=3, examples=12)
+    options = dataclasses.replace(OPTIONS, epochs=1, max_steps=1, lr=1.0, clip=1e-6)
+    moved = []
+    for number in (1, 2):
+        (update,) = train_privately(
+            [Job(client="a-0", params=tiny.params(spec), round=number, options=options)], site_of(tiny, spec)
+        )
+        moved.append({key: update.params[key] - start for key, start in tiny.params(spec).items()})
+        assert math.isnan(update.metrics["loss"]), "a loss would tell of examples"
+    deviation = noise_multiplier(12, options) * options.clip / options.batch_size
+    large = [key for key, tensor in moved[0].items() if tensor.numel() > 50]
+    assert large
+    for key in large:
+        # values of the parameters round away the last digits of so small a step
+        assert float(moved[0][key].std()) == pytest.approx(deviation, rel=0.5)
+        assert not torch.equal(moved[0][key], moved[1][key])
