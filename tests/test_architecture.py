@@ -144,7 +144,8 @@ def test_no_test_of_an_extra_is_skipped_where_make_test_runs() -> None:
     with (folder / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     (installed,) = re.findall(r"\$\(INSTALL\) (dev [a-z ]+)$", (folder / "Makefile").read_text("utf-8"), re.MULTILINE)
-    there = {re.match(r"[\w-]+", needed)[0].replace("-", "_") for extra in installed.split() for needed in extras[extra]}
+    needed = [one for extra in installed.split() for one in extras[extra]]
+    there = {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in needed}
     needs = re.compile(r'^(?:pytest\.importorskip|if importlib\.util\.find_spec)\("(\w+)"', re.MULTILINE)
     sought = {name for path in (folder / "tests").rglob("test_*.py") for name in needs.findall(path.read_text("utf-8"))}
     assert {"flwr", "gguf", "optuna", "ray"} <= sought <= there
