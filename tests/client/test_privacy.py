@@ -62,6 +62,9 @@ def test_examples_are_in_a_batch_by_chance(tiny_of, site_of, spec_of) -> None:
     options = dataclasses.replace(OPTIONS, epochs=40)
     drawn = list(batches(data, Job(client="a-0", params={}, round=1, options=options), secret=None))
     assert len(drawn) == 40 * math.ceil(50 / 4)
+    first = dataclasses.replace(options, trained_parts="head_then_rest", head_epochs=3, epochs=1)
+    of_head = [len(batch) for batch in batches(data, Job(client="a-0", params={}, round=1, options=first), secret=None)]
+    assert len(of_head) == 4 * math.ceil(50 / 4) and len({*of_head[:39]}) > 2, "those of the head are by chance, too"
     sizes = np.array([len(batch) for batch in drawn])
     assert sizes.mean() == pytest.approx(4, abs=0.3)
     assert sizes.var() == pytest.approx(50 * 0.08 * 0.92, rel=0.2)  # of a binomial

@@ -109,7 +109,7 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
     take = data.take if options.dpo_beta is None else data.take_pairs
     chunks_of = _chunks if options.dp == "none" else _poisson_batches
     chunks = chain(
-        islice(_chunks(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
+        islice(chunks_of(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
         islice(
             chunks_of(index, draws, job.round, asked=asked, size=options.batch_size),
             num_steps(examples, options, round=job.round) - first,
