@@ -92,7 +92,7 @@ def test_a_packed_row_equals_the_stock_classifier_on_each_sequence_and_on_a_padd
             for reference in (alone, padded):
                 expected = reference(model, data, types=tiny.backbone.family.token_types)
                 assert expected.abs().max() > 0.1
-                torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(ours, expected, atol=3e-5, rtol=3e-5)
 
 
 def test_rows_of_single_tokens_and_of_equal_lengths_equal_the_stock_classifier(tiny, site_of, spec_of) -> None:
@@ -103,7 +103,7 @@ def test_rows_of_single_tokens_and_of_equal_lengths_equal_the_stock_classifier(t
     assert len(set(data.lengths)) == 1
     with torch.no_grad():
         expected = alone(tiny.merged(job.params, SCALE.__getitem__), data, types=tiny.backbone.family.token_types)
-    torch.testing.assert_close(packed(site, [job])[0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed(site, [job])[0], expected, atol=3e-5, rtol=3e-5)
 
 
 def test_a_sequence_does_not_see_its_neighbours(tiny, site_of, spec_of) -> None:

@@ -69,7 +69,7 @@ def noise_multiplier(examples: int, options: TrainOptions) -> float:
 
     >>> options = TrainOptions(seed=0, rounds=45, epochs=1, batch_size=16, epsilon=8.834, delta=1e-3)
     >>> round(noise_multiplier(160, options), 2)
-    1.02
+    1.16
     """
     steps = options.rounds * num_steps(examples, options)
     return noise_of(_rate(examples, options), steps, options.epsilon, _delta(examples, options))
