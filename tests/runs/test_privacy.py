@@ -36,6 +36,7 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         (["--alone", "all"], "set --alone none"),
         (["--split", "1"], "leave --split out"),
         (["--clip", "0"], "set --clip to a norm"),
+        (["--preset", "vision-lora"], "classes and numbers of texts alone"),
         (["--dp", "none", "--epsilon", "3"], "set --dp example, or leave --epsilon out"),
     ):
         assert main(["run", *usual, *words, "--runs-dir", str(tmp_path / "runs")]) == 2

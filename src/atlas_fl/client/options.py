@@ -87,7 +87,9 @@ class TrainOptions:
     dp: Literal["none", "example"] = "none"
     """Unit of differential privacy (`client.privacy`)."""
     epsilon: float = 8.0
+    """Budget of the whole run under `dp`."""
     delta: float | None = None
+    """Delta of this budget; n^-1.1 for n examples where it is None."""
     report: str = "none"
     """Kind of what is reported beside the update (`methods.method.Method.report`)."""
 

@@ -305,6 +305,7 @@ NEEDS_PACKS: Mapping[str, str] = {
     "trainable": "trains all weights",
     "gradient_checkpointing": "computes single blocks twice",
     "base_weights": "unpacks the weights of single layers",
+    "dp": "clips the gradients of single examples of a pack",
 }
 """Settings that the stock path cannot follow, with what they do; masks are for whole models alone."""
 
