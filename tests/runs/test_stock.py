@@ -84,6 +84,10 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "trainable": (WHOLE, "--trainable full trains all weights"),
     "gradient_checkpointing": ({"gradient_checkpointing": True}, "--gradient-checkpointing computes"),
     "base_weights": ({"base_weights": "bf16"}, "--base-weights bf16 unpacks"),
+    "dp": (
+        {"dp": "example", "strategy": "fedavg", "ranks": "4", "alone": "none"},
+        "--dp example clips the gradients of single examples",
+    ),
 }
 
 
