@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -32,6 +32,7 @@ _FLAGS: dict[Split, str] = {
 }
 _LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
 Member = TypeVar("Member")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,9 @@ class ClientData:
         return sha.hexdigest()
 
 
-def group_by(values: Iterable[Member], key: Callable[[Member], str]) -> dict[str, list[Member]]:
+def group_by(values: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
     """The values by key, in their order."""
-    groups: dict[str, list[Member]] = {}
+    groups: dict[Key, list[Member]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups

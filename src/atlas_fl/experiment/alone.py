@@ -17,14 +17,7 @@ from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config, validate
 from atlas_fl.config.methods import published_methods
-from atlas_fl.config.schema import (
-    AttackConfig,
-    ClusteringConfig,
-    MixingConfig,
-    RobustConfig,
-    TrainingConfig,
-    server_config,
-)
+from atlas_fl.data.clients import group_by
 from atlas_fl.data.metrics import predicted_classes, scores
 from atlas_fl.data.task import Task
 from atlas_fl.errors import AtlasError
@@ -49,8 +42,9 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
     """
     method = published_methods().get(config.mixing.strategy)
     own = {} if method is None else {**method.settings, **method.suggested}
-    training, defaults = config.training, TrainingConfig()
-    reset = {name: getattr(defaults, name) for name in {*own, "control_variates"} if hasattr(defaults, name)}
+    training, usual = config.training, Config()
+    names = {*own, "control_variates"} & vars(training).keys()
+    reset = {name: getattr(usual.training, name) for name in names}
     # without early stopping nobody looks at scores between the rounds
     eval_every = training.eval_every if training.patience else training.rounds
     # a fingerprint that trains is where models begin; every other one is looked at by the server alone
@@ -60,13 +54,13 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
         config,
         data=replace(config.data, arrive=()),
         training=replace(training, **{**reset, "eval_every": eval_every}),
-        clustering=warmed if config.clustering.fingerprint == "delta" else ClusteringConfig(),
+        clustering=warmed if config.clustering.fingerprint == "delta" else usual.clustering,
         ranks=replace(config.ranks, rerank=False),
         split=replace(config.split, topology="server"),
-        mixing=MixingConfig(strategy="local"),
-        robust=RobustConfig(),
-        attack=AttackConfig(),
-        server=server_config(),
+        mixing=replace(usual.mixing, strategy="local"),
+        robust=usual.robust,
+        attack=usual.attack,
+        server=usual.server,
         run=run,
     )
     return validate(reference)
@@ -104,10 +98,8 @@ def _reference_clients(assembly: Assembly) -> tuple[str, ...]:
     sample = MOST_WHOLE if assembly.is_full else MOST_CLIENTS
     most = sample if config.run.alone == "sample" else len(honest)
     shuffled = [honest[index] for index in generator(config.run.seed, "alone").permutation(len(honest))]
-    of_task: dict[str, list[str]] = {}
-    for client in shuffled:
-        of_task.setdefault(client.task.name, []).append(client.name)
-    place = {name: index for members in of_task.values() for index, name in enumerate(members)}
+    of_task = group_by(shuffled, lambda client: client.task.name)
+    place = {client.name: index for members in of_task.values() for index, client in enumerate(members)}
     chosen = sorted(place, key=lambda name: place[name])[:most]
     return tuple(name for name in assembly.names if name in chosen)
 

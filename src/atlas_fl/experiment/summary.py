@@ -35,7 +35,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -50,23 +49,9 @@ from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL", "exact_match", "preferred")
 """Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
 METRICS = (
-    *(
-        "loss",
-        "ece",
-        "primary",
-        "accuracy",
-        "balanced_accuracy",
-        "f1",
-        "micro_f1",
-        "macro_f1",
-        "auroc",
-        "precision",
-        "recall",
-        "mcc",
-        "pearson",
-        "spearman",
-        "majority",
-    ),
+    *("loss", "ece", "primary"),
+    *("accuracy", "balanced_accuracy", "f1", "micro_f1", "macro_f1", "auroc", "precision", "recall", "mcc"),
+    *("pearson", "spearman", "majority"),
     *GENERATION_METRICS,
 )
 """Scores in rows of evaluations."""
@@ -303,13 +288,11 @@ def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict
 
 def utilisation(planned: Mapping[str, Row], metrics: Iterable[Row]) -> dict[str, dict[str, float]]:
     """Utilisation of each planned client's device, each share from 0 to 1."""
-    rounds: dict[int, list[str]] = {}
-    for row in metrics:
-        if row.get("split") == "train" and row["client"] in planned:
-            rounds.setdefault(row["round"], []).append(row["client"])
+    rows = [row for row in metrics if row.get("split") == "train" and row["client"] in planned]
     seconds = {name: entry["predicted"]["seconds"] for name, entry in planned.items()}
-    slowest = sum(max(seconds[name] for name in names) for names in rounds.values())
-    trained = Counter(chain.from_iterable(rounds.values()))
+    by_round = group_by(rows, lambda row: int(row["round"]))
+    slowest = sum(max(seconds[row["client"]] for row in of_round) for of_round in by_round.values())
+    trained = Counter(row["client"] for row in rows)
     return {
         name: {
             "memory": entry["predicted"]["memory_bytes"] / entry["memory"]["total"],
@@ -366,7 +349,7 @@ def summarise(
             | group_scores(members)
             | {"clients": max(len(members), sizes[task])}
             | class_scores(members, plan=plan)
-            for task, members in by_task(by_client).items()
+            for task, members in group_by(by_client.values(), lambda history: history.task).items()
         },
         "clients": {
             client: {key: planned[client][key] for key in _PLANNED}
@@ -447,14 +430,6 @@ def noise_word(entry: Mapping[str, Any]) -> str:
     """` (within noise)` where the interval of a gain holds zero."""
     low, high = entry["interval"]
     return " (within noise)" if low <= 0 <= high else ""
-
-
-def by_task(by_client: Mapping[str, History]) -> dict[str, list[History]]:
-    """The clients' histories by task, tasks in the order of their first client."""
-    groups: dict[str, list[History]] = {}
-    for history in by_client.values():
-        groups.setdefault(history.task, []).append(history)
-    return groups
 
 
 def _sharing(events: Sequence[Row]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from itertools import zip_longest
 
-from atlas_fl.experiment.answers import KINDS, Answer, Evaluation
+from atlas_fl.data.clients import group_by
+from atlas_fl.experiment.answers import KINDS, Evaluation
 from atlas_fl.experiment.harness import BASE, Scores
 from atlas_fl.report.table import Cell, Table, count, plain, word
 
@@ -45,9 +46,7 @@ NOTE = (
 
 def answers_table(found: Evaluation) -> Table:
     """Some answers of every client, next to each other."""
-    by_client: dict[str, list[Answer]] = {}
-    for answer in found.answers:
-        by_client.setdefault(answer.client, []).append(answer)
+    by_client = group_by(found.answers, lambda answer: answer.client)
     in_turn = [answer for answers in zip_longest(*by_client.values()) for answer in answers if answer is not None]
     shown = sorted(in_turn[:SHOWN], key=lambda answer: list(by_client).index(answer.client))
     note = f"{len(shown)} of {len(found.answers)}; all are in answers.jsonl"

@@ -16,6 +16,7 @@ from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.config.presets import dial_of, federation_name, preset_of, presets
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
+from atlas_fl.data.clients import group_by
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS
 from atlas_fl.methods.registry import METHODS
@@ -68,11 +69,7 @@ def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> t
         ConfigError: a federation has no finished run of `control`, or two runs of one row have the same seed.
         DataError: the runs of two methods have other clients.
     """
-    groups: dict[tuple[str, int, str], list[FinishedRun]] = {}
-    for run in runs:
-        of_preset = run.config.run
-        dial = -1 if of_preset.dial is None else of_preset.dial
-        groups.setdefault((of_preset.preset, dial, _federation_key(run.config)), []).append(run)
+    groups = group_by(runs, lambda run: _federation_key(run.config))
     results = [_compare_federation(groups[key], control=control) for key in sorted(groups)]
     counts = Counter(result.title for result in results)
     return tuple(
@@ -83,10 +80,11 @@ def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> t
     )
 
 
-def _federation_key(config: Config) -> str:
-    """Equal of runs of one federation."""
+def _federation_key(config: Config) -> tuple[str, int, str]:
+    """Equal of runs of one federation; preset and dial come first, by which federations are sorted."""
     values = {name: value for name, value in identity_settings(config).items() if name not in VARIED | WHICH_RUN}
-    return repr(sorted(values.items(), key=lambda item: item[0]))
+    dial = -1 if config.run.dial is None else config.run.dial
+    return config.run.preset, dial, repr(sorted(values.items(), key=lambda item: item[0]))
 
 
 def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> FederationResults:
@@ -124,11 +122,8 @@ def method_rows(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]
     Raises:
         ConfigError: two runs of one row have the same seed.
     """
-    by_method: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        by_method.setdefault(run.method, []).append(run)
     rows: dict[str, dict[int, FinishedRun]] = {}
-    for method, members in by_method.items():
+    for method, members in group_by(runs, lambda run: run.method).items():
         telling = [name for name in sorted(VARIED) if len({value_of(run.config, name) for run in members}) > 1]
         for run in members:
             label = f"{method} {setting_words({name: value_of(run.config, name) for name in telling})}".rstrip()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
 
+from atlas_fl.data.clients import group_by
 from atlas_fl.experiment.summary import GENERATION_METRICS
 from atlas_fl.report.figure_rows import group_order
 from atlas_fl.report.format import EMPTY, cluster_name, human_bytes, isolate, names_in_words, number, percent, seconds
@@ -54,9 +55,7 @@ def _cluster_table(plan: Entry) -> Table:
     """One row a cluster: size, tasks, purity, reliability, similarity, difficulty, clients; the verdict below."""
     clustering = plan["clustering"]
     measured = {row["cluster"]: row for row in clustering.get("clusters") or ()}
-    groups: dict[int, list[Entry]] = {}
-    for client in plan["clients"]:
-        groups.setdefault(client["cluster"], []).append(client)
+    groups = group_by(plan["clients"], lambda client: int(client["cluster"]))
     entries = [
         measured.get(label, {}) | {"cluster": label, "members": groups[label]}
         for label in sorted(groups, key=lambda label: (label < 0, label))
@@ -315,9 +314,7 @@ def _writing_notes(tasks: Mapping[str, Entry]) -> list[str]:
 
 def sharing_table(rows: Iterable[Entry]) -> Table:
     """One row a group of parameters: how much of its own clients keep, and the measurement that says so."""
-    by_group: dict[str, list[Entry]] = {}
-    for row in rows:
-        by_group.setdefault(row["parameters"], []).append(row)
+    by_group = group_by(rows, lambda row: str(row["parameters"]))
     cells: list[list[Cell]] = []
     for group, members in sorted(by_group.items(), key=lambda item: group_order(item[0])):
         own = [row["own_share"] for row in members]
