@@ -31,15 +31,10 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import read_tensors
 
 NUMBERS = {
-    "gain_over_majority": "gain_over_majority",
-    "bytes": "num_bytes",
-    "bytes_below_whole": "bytes_below_whole",
-    "client_steps": "client_steps",
-    "memory_bytes": "memory_bytes",
-    "loss": "loss",
-    "calibration_error": "calibration_error",
+    **{name: name for name in ("gain_over_majority", "bytes_below_whole", "client_steps", "memory_bytes")},
+    **{"bytes": "num_bytes", "loss": "loss", "calibration_error": "calibration_error"},
 }
-"""Fields of `RunScores` by their columns of the file; no times, since its rows may be of several machines."""
+"""Fields of `Measures` by their columns of the file; no times, since its rows may be of several machines."""
 SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
 """Entries of a summary that its readers use."""
 COLUMNS = (
@@ -51,7 +46,31 @@ empty without a record of it; what flags or scores say as well (strategy, seed, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunScores:
+class Measures:
+    """Numbers of one run, or the means over several; each but the bytes is None where a run does not say."""
+
+    loss: float | None
+    """Mean test loss, cross-entropy in nats where labels are classes; None too where tasks have other kinds of it."""
+    calibration_error: float | None
+    """Mean expected calibration error (`data.metrics.calibration_error`)."""
+    gain_over_majority: float | None
+    """Mean accuracy above the majority class."""
+    num_bytes: float
+    """Both directions."""
+    bytes_below_whole: float | None
+    """Share of the bytes that it does not send of those of whole models in every round."""
+    client_steps: float | None
+    """Optimizer steps of all clients in all rounds."""
+    memory_bytes: float | None
+    """Memory that training takes of the device of the client that needs most, as the plan predicts it."""
+    seconds: float | None = None
+    """Wall-clock time; None of a row of a file."""
+    reused_seconds: float | None = None
+    """Seconds of the results that it reused from earlier runs of its process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunScores(Measures):
     """Scores and costs of one finished run, as a comparison needs them."""
 
     seed: int
@@ -59,25 +78,6 @@ class RunScores:
     """By client, the task."""
     scores: Mapping[str, float]
     """By client, the test score in the task's own metric."""
-    loss: float | None
-    """Mean test loss; None where a run does not say, or its tasks have losses of different kinds."""
-    calibration_error: float | None
-    """Mean expected calibration error (`data.metrics.calibration_error`); None where a run does not say."""
-    gain_over_majority: float | None
-    """Mean accuracy above the majority class."""
-    num_bytes: int
-    """Both directions."""
-    bytes_below_whole: float | None
-    """Share of the bytes that it does not send of those of whole models in every round."""
-    client_steps: float | None
-    """Optimizer steps of all clients in all rounds; None where a run does not say."""
-    memory_bytes: float | None
-    """Memory that training takes of the device of the client that needs most, as predicted; None where a plan does not
-    predict it."""
-    seconds: float | None = None
-    """Wall-clock time; None of a row of a file."""
-    reused_seconds: float | None = None
-    """Seconds of the results that it reused from earlier runs of its process."""
     resampled: Mapping[str, Any] | None = None
     """By client, final test scores over draws of its examples, (draws,); None of a row of a file, and of data that are
     not a user's own."""

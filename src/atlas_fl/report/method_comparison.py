@@ -5,7 +5,7 @@ written: `report.comparison_tables`. Which statistic answers which question: doc
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.report.finished_runs import RunScores, read_finished_run
+from atlas_fl.report.finished_runs import Measures, RunScores, read_finished_run
 from atlas_fl.report.statistics import (
     Interval,
     MethodStatistics,
@@ -38,15 +38,8 @@ CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 """Default controls: the first of these that is there."""
 
 
-MEANS = (
-    *("loss", "calibration_error", "gain_over_majority", "bytes_below_whole"),
-    *("client_steps", "seconds", "reused_seconds", "memory_bytes"),
-)
-"""Fields of `MethodRow` that are means of those of its runs."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class MethodRow:
+class MethodRow(Measures):
     """Row of one method in a comparison, or of one value in a sweep: runs that differ in their seed."""
 
     statistics: MethodStatistics
@@ -56,26 +49,8 @@ class MethodRow:
     FedAvg itself."""
     hurt_by_control: float | None
     """Share of seeds x clients that score less than with the control; None of the control itself."""
-    loss: float | None
-    """Mean test loss: cross-entropy in nats where labels are classes; None where a run does not say."""
-    calibration_error: float | None
-    """Mean expected calibration error; None where a run does not say."""
-    gain_over_majority: float | None
-    """Mean accuracy above the majority class."""
     variance_in_tasks: float | None
     """Variance of the scores of the clients of a task, the mean over tasks and seeds; None without two of a task."""
-    num_bytes: float
-    """Bytes of a run, both directions."""
-    bytes_below_whole: float | None
-    """Share of the bytes that it does not send of those of whole models in every round; None where a run says none."""
-    client_steps: float | None
-    """Optimizer steps of all clients of a run; None where a run does not say."""
-    seconds: float | None
-    """Wall-clock time of a run; None where a run does not say."""
-    reused_seconds: float | None
-    """Seconds of the results that a run reused from earlier ones; None if a run does not say."""
-    memory_bytes: float | None
-    """Memory that training takes of the fullest client's device, as predicted; None where a run does not say."""
     tasks: Mapping[str, float]
     """Mean score by task."""
 
@@ -237,8 +212,7 @@ def _row(
         hurt_by_average=None if average is None else hurt_share(scores, average),
         hurt_by_control=None if control is None else hurt_share(scores, control),
         variance_in_tasks=variance_in_tasks(scores, tasks),
-        num_bytes=float(np.mean([run.num_bytes for run in runs])),
-        **{name: _mean([getattr(run, name) for run in runs]) for name in MEANS},
+        **{one.name: _mean([getattr(run, one.name) for run in runs]) for one in fields(Measures)},
         tasks=dict(zip(dict.fromkeys(tasks), task_means(scores, tasks).mean(axis=0).tolist(), strict=True)),
     )
 
@@ -286,9 +260,9 @@ def _common(groups: Mapping[str, Sequence[RunScores]]) -> tuple[tuple[int, ...],
     return tuple(seeds[first]), clients
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    defined = [value for value in values if value is not None]
-    return float(np.mean(defined)) if defined and len(defined) == len(values) else None
+def _mean(values: Sequence[float | None]) -> Any:
+    """The mean; None where one of the values is."""
+    return None if None in values else float(np.mean(np.asarray(values)))
 
 
 def variance_in_tasks(scores: Matrix, tasks: Sequence[str]) -> float | None:
