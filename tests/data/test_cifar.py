@@ -70,7 +70,7 @@ def test_another_label_or_size_is_one_line(shape: tuple[int, int], label: int, m
     columns = datasets.Features(img=datasets.Image(), fine_label=datasets.Value("int64"))
     rows = datasets.Dataset.from_dict({"img": [image], "fine_label": [label]}, features=columns)
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "cifar100")
-    with pytest.raises(DataError, match=rf"train of CIFAR-100 {message}|of train of CIFAR-100 {message}"):
+    with pytest.raises(DataError, match=rf"train of cifar100 {message}|of train of cifar100 {message}"):
         load("cifar100", tmp_path)
 
 

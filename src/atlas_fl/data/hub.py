@@ -32,38 +32,41 @@ FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk fol
 """Files that a data set's folder in a directory of the user's may hold."""
 
 
+GLUE_REPOSITORY = "nyu-mll/glue"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """A data set as the hub knows it."""
 
-    title: str
-    """Name in messages."""
-    repository: str
+    name: str
+    """Its name here, and that of its folder in a directory of the user's."""
+    repository: str = GLUE_REPOSITORY
     config: str
     """Name of the data set within the repository; empty where it has one alone."""
-    folder: str
-    """Its folder in a directory of the user's."""
+
+    @property
+    def title(self) -> str:
+        """Name in messages."""
+        return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
     def folder_in(self, source: Source) -> Path | None:
         """The folder in which a directory of the user's would hold it; None where no directory was given."""
-        return None if source.data_dir is None else source.data_dir / self.folder
+        return None if source.data_dir is None else source.data_dir / self.name
 
 
 def find_tables(published: Published, source: Source) -> dict[str, Table]:
     """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it."""
-    tables = _find_tables(published, source)
+    folder = published.folder_in(source)
+    if folder is not None and folder.is_dir():
+        tables = read_folder(folder)[0]
+    else:
+        looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
+        remedy = f"or give --data-dir DIR with DIR{os.sep}{published.name}{os.sep}{FILES}"
+        tables = from_datasets(_load(published, looked=f"{looked}, ", remedy=f", {remedy}"))
     if "train" not in tables:
         raise DataError(f"{published.title} has no train split; it has {', '.join(tables) or 'nothing'}")
     return tables
-
-
-def _find_tables(published: Published, source: Source) -> dict[str, Table]:
-    folder = published.folder_in(source)
-    if folder is not None and folder.is_dir():
-        return read_folder(folder)[0]
-    looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
-    remedy = f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{FILES}"
-    return from_datasets(_load(published, looked=f"{looked}, ", remedy=f", {remedy}"))
 
 
 def _load(published: Published, *, looked: str = "", remedy: str = "") -> Any:
@@ -97,7 +100,7 @@ def hub_folder(name: str) -> Path:
     repository, _, config = place.partition("@")
     folder = embedded_dir().parent / "hub" / re.sub(r"[^\w.@#-]", "___", name)
     if not folder.is_dir():
-        data = _load(Published(title=f"hub:{name}", repository=repository, config=config, folder=""))
+        data = _load(Published(name=f"hub:{name}", repository=repository, config=config))
         if split and split not in data:
             raise DataError(f"hub:{place} has no split {split!r}; it has {', '.join(data)}; name one behind '#'")
         with atomic_folder(folder) as draft:
@@ -130,15 +133,13 @@ def _read_cache(published: Published) -> Any:
         return None
 
 
-GLUE_REPOSITORY = "nyu-mll/glue"
 HIDDEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(Published):
     """Place of a data set on the hub, and its columns."""
 
-    name: str
     text: str
     """Column of the text, or of the prompt after which is written."""
     pair: str | None = None
@@ -149,29 +150,16 @@ class Format:
     """Column of what is to be written; None where there are labels."""
     context: str | None = None
     """Column that stands before `text` in the prompt."""
-    repository: str = GLUE_REPOSITORY
-    config: str | None = None
-    """Name of the data set within the repository; the task's name by default."""
     metric: Metric = "accuracy"
     max_length: int = 128
     note: str = "GLUE; tested on its validation split"
 
-    @property
-    def published(self) -> Published:
-        """The data set as the hub knows it."""
-        return Published(
-            title=f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name,
-            repository=self.repository,
-            config=self.config or self.name,
-            folder=self.name,
-        )
-
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(form.published, source)
+    tables = find_tables(form, source)
     rows = {
-        split: _rows(table, form, origin=f"{split} of {form.published.title}")
+        split: _rows(table, form, origin=f"{split} of {form.title}")
         for split, table in tables.items()
         # some copies leave the hidden labels out, others write -1
         if split in SPLITS and (split != "test" or (form.target or "label") in table)
@@ -229,9 +217,11 @@ def _task(form: Format) -> Task:
         label_names=tuple(form.label_names),
         note=form.note,
         load=partial(load_hub_task, form=form),
-        files=partial(source_files, form.published),
+        files=partial(source_files, form),
     )
 
 
 _ROWS = tomllib.loads(resources.files(__package__).joinpath("hub_tasks.toml").read_text(encoding="utf-8"))
-HUB_TASKS: tuple[Task, ...] = tuple(_task(Format(name=name, **row)) for name, row in _ROWS.items())
+HUB_TASKS: tuple[Task, ...] = tuple(
+    _task(Format(**{"name": name, "config": name, **row})) for name, row in _ROWS.items()
+)

@@ -110,7 +110,7 @@ def load_cifar(source: Source, *, published: Published, label: str, num_labels: 
         split: _cifar_images(table, label, num_labels, origin=f"{split} of {published.title}")
         for split, table in tables.items()
     }
-    return arrange(splits, name=published.folder, validation_share=source.validation_share)
+    return arrange(splits, name=published.name, validation_share=source.validation_share)
 
 
 def _cifar_images(table: Table, label: str, num_labels: int, *, origin: str) -> Images:
@@ -138,7 +138,7 @@ def _decode(value: Any, *, origin: str) -> Pixels:
 
 
 def _cifar_task(name: str, title: str, *, config: str, label: str, label_names: str) -> Task:
-    published = Published(title=title, repository=f"uoft-cs/{name}", config=config, folder=name)
+    published = Published(name=name, repository=f"uoft-cs/{name}", config=config)
     names = tuple(label_names.split())
     return Task(
         name=name,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,9 @@ _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
 _NAMES = r"state\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
 """Files of a checkpoint's folder, and for a moment of a draft."""
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +106,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: it is damaged.
     """
-    for path in _newest_first(folder)[:1]:
-        try:
-            return load(path)
-        except CheckpointError as error:
-            fault = str(error).partition("; ")[0]
-            raise CheckpointError(
-                f"checkpoint {path.name} of {folder.parent} is damaged: {fault}; restore it from a copy, or run again"
-            ) from None
-    return None
+    return _of_newest(folder, load)
 
 
 def check_newest_state(folder: Path) -> None:
@@ -120,14 +115,21 @@ def check_newest_state(folder: Path) -> None:
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.
     """
+    _of_newest(folder, _read_state)
+
+
+def _of_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
+    """What this reads of the newest checkpoint; None where there is none."""
     for path in _newest_first(folder)[:1]:
         try:
-            _read_state(path)
+            return read(path)
         except CheckpointError as error:
+            fault = str(error).partition("; ")[0]
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {error}; restore it from a copy, or go on with the run, which passes"
-                " over it"
+                f"checkpoint {path} is damaged: {fault}; restore it from a copy, or go on with a run that is not"
+                " complete, which passes over it"
             ) from None
+    return None
 
 
 def newest_state(folder: Path) -> Mapping[str, Any] | None:
