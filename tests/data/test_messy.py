@@ -96,7 +96,10 @@ def test_a_sheet_that_unpacks_to_more_than_half_of_the_memory_is_one_line(
 
 def test_without_openpyxl_the_message_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openpyxl", None)
-    with pytest.raises(ConfigError, match=r"a sheet of Excel, which openpyxl reads; pip install .*, or save it as csv"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a sheet of Excel and needs openpyxl, which is not installed; pip install .*, or save it as csv",
+    ):
         parse_tasks(f"x={messy.write('notes.xlsx', tmp_path)}")
 
 

@@ -69,8 +69,6 @@ def test_the_harness_finds_what_choices_by_log_likelihood_find(
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="the extra lm-eval is installed")
-def test_without_the_extra_a_line_says_how_to_install_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(tmp_path), "--harness", "arc_easy", "--client", "a"]) == 2
-    assert "pip install " in capsys.readouterr().err
-    with pytest.raises(Exception, match="lm-evaluation-harness, which is not installed"):
+def test_without_the_extra_a_line_says_how_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="--harness needs lm_eval, which is not installed; pip install "):
         harness_run(tmp_path, ["arc_easy"], clients=["a"])

@@ -25,21 +25,20 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         if getattr(options, name) and not getattr(options, needed):
             raise ConfigError(f"--{name.replace('_', '-')} goes with --{needed}; add that, or leave it out")
     judge = None if options.judge is None else Judge(url=options.judge, model=options.judge_model or "")
+    folder = find_run(options.run, runs_dir=options.runs_dir)
     if options.harness:
         results = harness_run(
-            options.run,
+            folder.path,
             options.harness,
             clients=options.client,
-            runs_dir=options.runs_dir,
             tasks_dir=options.harness_tasks,
             limit=options.harness_limit,
             chat=options.harness_chat,
         )
-        show([harness_table(results), f"written: {find_run(options.run, runs_dir=options.runs_dir).harness}"])
+        show([harness_table(results), f"written: {folder.harness}"])
         return 0
     found = evaluate_run(
-        options.run,
-        runs_dir=options.runs_dir,
+        folder.path,
         split=options.split,
         clients=options.client,
         answers=options.answers,
@@ -47,9 +46,8 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         choices=options.choices,
     )
     if judge is not None:
-        found = judge_run(options.run, judge, runs_dir=options.runs_dir)
+        found = judge_run(folder.path, judge)
     shown = list({answer.client: answer for answer in found.answers}.values())[:SHOWN]
-    folder = find_run(options.run, runs_dir=options.runs_dir)
     written = f"written: {folder.evaluation}" + f" and {folder.answers}" * bool(found.answers)
     show([scores_table(found), *(line for answer in shown for line in _lines(answer)), written])
     return 0
@@ -62,16 +60,6 @@ def _lines(answer: Answer) -> list[str]:
 
 def generate(options: cli.GenerateOptions) -> int:
     """Print what the model writes; 0."""
-    show(
-        [
-            write_answer(
-                options.run,
-                options.text,
-                client=options.client,
-                kind=options.kind,
-                runs_dir=options.runs_dir,
-                new_tokens=options.new_tokens,
-            )
-        ]
-    )
+    run, tokens = find_run(options.run, runs_dir=options.runs_dir).path, options.new_tokens
+    show([write_answer(run, options.text, client=options.client, kind=options.kind, new_tokens=tokens)])
     return 0

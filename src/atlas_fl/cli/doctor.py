@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
-from rich.markup import escape
 
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import DemoOptions, DoctorOptions
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table
+from atlas_fl.report.format import EMPTY, human_bytes
+from atlas_fl.report.table import Table
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.installation import Installation, Problem
@@ -51,12 +51,12 @@ def installation_page(found: "Installation") -> Iterator[RenderableType]:
     for purpose, (path, free_on_disk) in found.folders.items():
         yield f"{purpose}: {path}, {human_bytes(free_on_disk)} free on its disk"
     yield ""
-    assets = new_table("Embedded models and data")
-    add_columns(assets, ["name", "state", "where it lies, or how to get it"], [])
-    for asset in found.assets:
-        here = asset.state == "whole"
-        assets.add_row(asset.name, asset.state, escape(str(asset.folder)) if here else f"atlas fetch {asset.group}")
-    yield assets
+    rows = [
+        (asset.name, asset.state, str(asset.folder) if asset.state == "whole" else f"atlas fetch {asset.group}")
+        for asset in found.assets
+    ]
+    columns = ("name", "state", "where it lies, or how to get it")
+    yield Table(title="Embedded models and data", columns=columns, rows=rows)
 
 
 def gpu_lines(torch: Any) -> Iterator[str]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias, cast, get_args
 from zipfile import BadZipFile, ZipFile
 
-from atlas_fl.errors import ConfigError, DataError, did_you_mean, first_of
-from atlas_fl.storage.extras import install_command
+from atlas_fl.errors import DataError, did_you_mean, first_of
+from atlas_fl.storage.extras import import_extra
 from atlas_fl.storage.folder_access import free_bytes, memory_bytes
 
 Missing: TypeAlias = Literal["error", "skip"]
@@ -280,11 +280,8 @@ def _leaf_rows(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _read_xlsx(raw: BinaryIO, path: Path, reading: Reading) -> Iterator[Item]:
-    try:
-        openpyxl = import_module("openpyxl")
-    except ModuleNotFoundError:
-        needed = f"{path} is a sheet of Excel, which openpyxl reads; {install_command('xlsx')}, or save it as csv"
-        raise ConfigError(needed) from None
+    asked = f"{path} is a sheet of Excel and needs"
+    openpyxl = import_extra("openpyxl", extra="xlsx", asked=asked, remedy=", or save it as csv")
     if (first := raw.read(4)) != _ZIP:
         raise ValueError(f"it is {_OTHERS.get(first, 'no file of Excel')}")
     if sum(part.file_size for part in ZipFile(raw).infolist()) > most_bytes():

@@ -70,7 +70,6 @@ class Evaluation:
 def evaluate_run(
     run: str | Path,
     *,
-    runs_dir: str = "runs",
     split: Literal["validation", "test"] = "test",
     clients: Sequence[str] = (),
     answers: int | None = None,
@@ -86,7 +85,7 @@ def evaluate_run(
         ConfigError: the run has no such client, or no row is answered by one of the choices.
         CheckpointError: it has no checkpoint, or a client's model is at its site alone.
     """
-    folder = find_run(run, runs_dir=runs_dir)
+    folder = find_run(run)
     config = recorded_config(folder)
     values = {"rouge_examples": answers, "new_tokens": new_tokens}
     config = with_values(config, {name: value for name, value in values.items() if value is not None})
@@ -127,7 +126,7 @@ def evaluate_run(
     return found
 
 
-def judge_run(run: str | Path, judge: Judge, *, runs_dir: str = "runs") -> Evaluation:
+def judge_run(run: str | Path, judge: Judge) -> Evaluation:
     """Have a judge compare the kept answers of base and federation, and write its verdicts beside them.
 
     What was judged before an error is written too.
@@ -135,7 +134,7 @@ def judge_run(run: str | Path, judge: Judge, *, runs_dir: str = "runs") -> Evalu
     Raises:
         ConfigError: no answers of both are kept, or the judge does not answer.
     """
-    folder = find_run(run, runs_dir=runs_dir)
+    folder = find_run(run)
     found = read_evaluation(folder)
     if found is None or not any(map(_is_comparable, found.answers)):
         raise ConfigError(f"{folder.path} keeps no answers of both base and federation; evaluate it with --answers 8")
@@ -187,16 +186,14 @@ def read_evaluation(folder: RunFolder) -> Evaluation | None:
         ) from None
 
 
-def generate(
-    run: str | Path, text: str, *, client: str, runs_dir: str = "runs", kind: Kind = "federated", new_tokens: int = 64
-) -> str:
+def generate(run: str | Path, text: str, *, client: str, kind: Kind = "federated", new_tokens: int = 64) -> str:
     """The answer of a client's model to this text, in the chat template where its task has conversations.
 
     Raises:
         ConfigError: the run has no such client, or its task writes no text.
         CheckpointError: the run has no model of this kind.
     """
-    folder = find_run(run, runs_dir=runs_dir)
+    folder = find_run(run)
     config = recorded_config(folder)
     models = _models_by_kind(folder, [client])
     if client not in models.get(kind, {}):

@@ -15,7 +15,7 @@ from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.models.loading import find_family
 from atlas_fl.params import head_keys
 from atlas_fl.setup.assembly import pick_device, recorded_config
-from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.extras import import_extra
 from atlas_fl.storage.jsonl import drop_undefined, read_json, write_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -30,7 +30,6 @@ def harness_run(
     tasks: Sequence[str],
     *,
     clients: Sequence[str],
-    runs_dir: str = "runs",
     tasks_dir: str | None = None,
     limit: int | None = None,
     chat: bool = False,
@@ -38,10 +37,9 @@ def harness_run(
     """Scores of the base and of these clients' adapters on tasks of the harness; written into the run's folder.
 
     Args:
-        run: its folder, or its name in `runs_dir`.
+        run: its folder.
         tasks: names of the harness's tasks and groups.
         clients: whose models are scored.
-        runs_dir: where runs lie.
         tasks_dir: a folder with further tasks (YAML, whose `!function` entries run as code).
         limit: most examples of a task.
         chat: ask in the tokenizer's chat template.
@@ -50,15 +48,12 @@ def harness_run(
         ConfigError: the harness is not installed, a task or client is unknown, or a task's data cannot be read.
         CheckpointError: a client's model is no PEFT adapter that writes text.
     """
-    try:
-        from lm_eval import simple_evaluate  # an extra, and ten seconds
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"--harness needs lm-evaluation-harness, which is not installed; {install_command('lm-eval')}"
-        ) from None
-    folder = find_run(run, runs_dir=runs_dir)
+    import_extra("lm_eval", extra="lm-eval", asked="--harness needs")
+    from lm_eval import simple_evaluate  # ten seconds
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = find_run(run)
     config, models = recorded_config(folder), load_models(folder)
     if not clients:
         raise ConfigError("--harness scores the models of clients that are named; add --client NAME")

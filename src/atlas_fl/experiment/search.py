@@ -22,7 +22,7 @@ from atlas_fl.events import OnEvent, ignore
 from atlas_fl.experiment.summary import LOWEST, best_rounds, histories, mean_series
 from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
-from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.extras import import_extra
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -88,10 +88,7 @@ def _parse_end(setting: Setting, text: str) -> Any:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError(f"atlas search needs optuna, which is not installed; {install_command('search')}") from None
+    optuna = import_extra("optuna", extra="search", asked="atlas search needs")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

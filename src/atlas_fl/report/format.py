@@ -1,10 +1,7 @@
-"""Format numbers, bytes and seconds for people; used by tables and figures alike."""
+"""Format numbers, bytes, seconds and names for people; used by tables and figures alike."""
 
 import unicodedata
 from collections.abc import Iterable
-
-from rich import box
-from rich.table import Table
 
 EMPTY = "-"
 """The sign of a value that is not known: never a number."""
@@ -70,18 +67,3 @@ _LEFT_TO_RIGHT = frozenset(("L", "EN", "ES", "ET", "CS", "WS", "ON", "NSM", "S",
 def names_in_words(names: Iterable[str]) -> str:
     """Names with commas between them."""
     return ", ".join(map(isolate, names))
-
-
-def new_table(title: str) -> Table:
-    """An empty table in the look that all of them share: one rule below the headings, no frames."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title_justify = table.caption_justify = "left"
-    return table
-
-
-def add_columns(table: Table, text: Iterable[str], numbers: Iterable[str]) -> None:
-    """Columns of words, aligned left and wrapped, then columns of numbers, aligned right and never wrapped."""
-    for heading in text:
-        table.add_column(heading, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any, ClassVar, TypeAlias
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, percent, seconds
+from atlas_fl.report.format import EMPTY, human_bytes, number, percent, seconds
 
 HEADING = 9
 """Letters of a line of a heading above numbers on the terminal."""
@@ -97,12 +98,13 @@ class Table:
 
     def __rich__(self) -> RichTable:
         """The table on the terminal: numbers are never wrapped, so that 80 columns fold words alone."""
-        table = new_table(escape(self.title))
+        table = RichTable(title=escape(self.title), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.title_justify = table.caption_justify = "left"
         for column, is_number in zip(self.columns, self.numeric, strict=True):
             if is_number:
-                add_columns(table, [], [_broken(escape(column))])
+                table.add_column(_broken(escape(column)), justify="right", no_wrap=True)
             else:
-                add_columns(table, [escape(column)], [])
+                table.add_column(escape(column), overflow="fold")
         for index, row in enumerate(self.rows):
             table.add_row(*[RichText(text_of(cell)) for cell in row], style="bold" if index == self.bold_row else None)
         if self.footer:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
@@ -23,19 +23,12 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.split.channel import Cut
 
 
-class LoraScale(TypedDict):
-    """Arguments of `lora_scale` beside the rank."""
-
-    alpha: float | None
-    rslora: bool
-
-
 def scale_of(config: Config) -> Callable[[int], float]:
     """LoRA's factor of a rank under this config."""
     return partial(lora_scale, **lora_of(config))
 
 
-def lora_of(config: Config) -> LoraScale:
+def lora_of(config: Config) -> dict[str, Any]:
     """The arguments of `lora_scale` under this config."""
     return {"alpha": config.model.lora_alpha, "rslora": config.model.rslora}
 

@@ -28,13 +28,7 @@ def score_chart(comparison: MethodComparison, place: int) -> Chart:
         for name in order
         for seed, scores in zip(comparison.seeds, comparison.scores[name])
     ]
-    return chart(
-        "method_means",
-        rows,
-        name=f"means-{place}",
-        methods=order,
-        height=row_height(len(order)),
-    )
+    return chart("method_means", rows, name=f"means-{place}", methods=order, height=row_height(len(order)))
 
 
 def _mean(comparison: MethodComparison, name: str) -> dict[str, Any]:
@@ -94,10 +88,4 @@ def _front(comparison: MethodComparison, costs: Mapping[str, float], *, name: st
         | {"front": "front" if method in front else "beaten"}
         for method in sorted(by_mean(comparison), key=lambda method: method in front)  # those on the front lie on top
     ]
-    return chart(
-        "front",
-        rows,
-        name=name,
-        axis=cost,
-        scale=_log_scale(list(costs.values())),
-    )
+    return chart("front", rows, name=name, axis=cost, scale=_log_scale(list(costs.values())))

@@ -170,13 +170,7 @@ def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]
         }
         for name in order
     ]
-    return chart(
-        "outcome",
-        rows,
-        clients=order,
-        tasks=record.tasks,
-        height=row_height(len(order)),
-    )
+    return chart("outcome", rows, clients=order, tasks=record.tasks, height=row_height(len(order)))
 
 
 def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
