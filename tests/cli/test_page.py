@@ -109,7 +109,7 @@ def test_the_page_of_run_holds_the_common_settings_and_says_where_the_others_are
 
 def test_choices_and_what_is_missing_are_told(atlas) -> None:
     text = " ".join(atlas("run", "--help").out.split())
-    assert "Parts of a client's model that leave it. (A, B or head; default: A B head)" in text
+    assert "Parts of a client's model that leave it. (a list, each one of A, B, head; default: A B head)" in text
     assert "--max-rounds INT Stop after this many rounds of this session; `atlas resume` goes on. --" in text
     assert atlas("export", "--help").out.startswith("usage: atlas export --to TEXT [OPTIONS] RUN\n")
     assert atlas("fetch", "--help").out.startswith("usage: atlas fetch [OPTIONS] [WHAT]\n")

@@ -16,14 +16,14 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_origin
 
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_data
 from atlas_fl.config.settings import Setting, declared_settings, group_classes, replace_settings
-from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
+from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
@@ -134,8 +134,7 @@ def spellings(argument: Setting) -> list[str]:
 
 def text_of(argument: Setting) -> str:
     """Its help, the choices, and a default that has a value."""
-    *others, last = choices(argument.kind) or ("",)
-    listed = f"{', '.join(others)} or {last}" if others else last
+    allowed = describe(argument.kind)
     if argument.kind is bool:
         default = "default: on" if argument.default else ""
     elif argument.default is dataclasses.MISSING:
@@ -143,8 +142,8 @@ def text_of(argument: Setting) -> str:
     else:
         words = [] if argument.default in (None, ()) else to_words(argument.default)
         default = (SPACE if len(words) < 3 else " ").join(["default:", *words]) if words else ""
-    hints = "; ".join(part for part in (listed, default) if part)
-    return f"{argument.help} ({hints})" if hints else argument.help
+    hints = [*([allowed] if "one of" in allowed else []), *([default] if default else [])]
+    return f"{argument.help} ({'; '.join(hints)})" if hints else argument.help
 
 
 def option_arguments(options: type[Any]) -> list[Setting]:
@@ -220,15 +219,6 @@ def _groups(config: Config, *, is_whole: bool) -> Iterator[tuple[str, list[tuple
 
 def _rows(options: Iterable[Setting]) -> list[tuple[str, str]]:
     return [(name_of(argument), text_of(argument)) for argument in options]
-
-
-def choices(kind: Any) -> tuple[str, ...]:
-    """The words that a value, or a part of it, may be; none where any may."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    if (inner := unwrap_optional(kind)) is not None:
-        return choices(inner)
-    return choices(item_kind(kind)[0]) if get_origin(kind) is tuple else ()
 
 
 DEFAULT_PRESET = "quick"

@@ -14,7 +14,7 @@ import numpy as np
 
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata, stratified_order
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
-from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts, load_task
+from atlas_fl.data.task import Examples, Images, Labels, Source, Splits, Task, TaskData, as_texts, load_task
 from atlas_fl.errors import ConfigError, DataError, first_of
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, derive_secret, generator
@@ -51,17 +51,12 @@ class Concept:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ClientData:
+class ClientData(Splits):
     """Data of one client."""
 
     name: str
     """`<task>-<number>`, or the name that the data have for it."""
     task: Task
-    train: Examples
-    validation: Examples
-    test: Examples
-    left_out: int = 0
-    """Rows that its task was given and nobody has (`TaskData.left_out`)."""
     notes: tuple[str, ...] = ()
     """Lines on the data of its task."""
     concept: Concept = Concept()
@@ -74,15 +69,6 @@ class ClientData:
     """The task, or the source of one, that its rows come from."""
     number: int = 0
     """Its number among the clients of that."""
-
-    @property
-    def splits(self) -> Mapping[Split, Examples]:
-        """The examples by split."""
-        return {"train": self.train, "validation": self.validation, "test": self.test}
-
-    def with_splits(self, examples: Callable[[Split], Examples]) -> "ClientData":
-        """The same client with other examples, by split."""
-        return replace(self, train=examples("train"), validation=examples("validation"), test=examples("test"))
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
@@ -344,10 +330,7 @@ def _deal_by_partition(
     seed: Seed,
     client_sizes: Sequence[int],
 ) -> dict[Split, list[Labels]]:
-    edges = None if task.has_classes else bin_edges(data.train.label)
-    classes = {split: strata(rows.label, edges=edges) for split, rows in data.splits.items()}
-    num_classes = task.num_labels if edges is None else len(edges) + 1
-    prior = np.bincount(classes["train"], minlength=num_classes) / len(data.train)
+    classes, prior = _classes_and_prior(task, data)
     rng = generator(seed, "partition", task.name)
     mean = len(data.train) // num_clients if sizes["train"] is None else sizes["train"]
     mixes, train_sizes = PARTITIONS[partition](prior, num_clients, mean, alpha, rng)
@@ -371,15 +354,20 @@ def _deal_by_partition(
     return dealt
 
 
+def _classes_and_prior(task: Task, data: TaskData) -> tuple[dict[Split, Labels], np.ndarray]:
+    """(class of every row by split, shares of the classes in the training rows); of values their bin is the class."""
+    edges = None if task.has_classes else bin_edges(data.train.label)
+    classes = {split: strata(rows.label, edges=edges) for split, rows in data.splits.items()}
+    num_classes = task.num_labels if edges is None else len(edges) + 1
+    return classes, np.bincount(classes["train"], minlength=num_classes) / len(data.train)
+
+
 def _deal_test(task: Task, data: TaskData, sizes: Labels, test_mix: str, *, rng: np.random.Generator) -> list[Labels]:
     """The test rows of every client in a mix that is not its own."""
-    edges = None if task.has_classes else bin_edges(data.train.label)
-    num_classes = task.num_labels if edges is None else len(edges) + 1
-    prior = np.bincount(strata(data.train.label, edges=edges), minlength=num_classes) / len(data.train)
-    classes = strata(data.test.label, edges=edges)
+    classes, prior = _classes_and_prior(task, data)
     if test_mix == BALANCED:
-        return deal_balanced(classes, sizes, num_classes=num_classes, rng=rng)
-    return deal(classes, np.tile(prior, (len(sizes), 1)), sizes, rng=rng)
+        return deal_balanced(classes["test"], sizes, num_classes=len(prior), rng=rng)
+    return deal(classes["test"], np.tile(prior, (len(sizes), 1)), sizes, rng=rng)
 
 
 def _sizes(size: int | None, total: int, num_clients: int) -> Labels:

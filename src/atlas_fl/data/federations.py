@@ -51,12 +51,8 @@ def read_names(path: Path, *, countries: Mapping[str, int]) -> dict[str, Rows]:
     """
     names: dict[str, list[tuple[str, int]]] = {client: [] for client in countries}
     for line in read_lines(path):
-        sex, name, mark = (
-            line[:2].strip(),
-            line[3 : _FIRST_COUNTRY - 1].strip(),
-            line[_FIRST_COUNTRY - 1 : _FIRST_COUNTRY],
-        )
-        if sex not in ("M", "F") or mark == "+" or "+" in name:
+        sex, name = line[:2].strip(), line[3 : _FIRST_COUNTRY - 1].strip()
+        if sex not in ("M", "F") or line[_FIRST_COUNTRY - 1 : _FIRST_COUNTRY] == "+" or "+" in name:
             continue
         for client, place in countries.items():
             if line[_FIRST_COUNTRY + place] != " ":

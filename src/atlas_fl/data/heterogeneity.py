@@ -166,9 +166,7 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
 def _exchange_rows(client: ClientData, by_source: Sequence[Sequence[ClientData]], own_share: float) -> ClientData:
     own = [members[0].source for members in by_source].index(client.source)
     peers = [next(peer for peer in members if peer.number == client.number) for members in by_source]
-    exchanged = client.with_splits(
-        lambda split: _exchange([peer.splits[split] for peer in peers], own, own_share),
-    )
+    exchanged = client.with_splits(lambda split: _exchange([peer.splits[split] for peer in peers], own, own_share))
     return replace(exchanged, own_rows=_num_of(own_share, len(client.train)))
 
 
@@ -187,16 +185,15 @@ def joint_name(names: Sequence[str]) -> str:
     return "+".join(names)
 
 
+_ALIKE = ("num_labels", "label_names", "multilabel", "metric_name", "truncate")
+"""Properties in which sources of one task agree."""
+
+
 def common_task(sources: Sequence[Task]) -> Task:
     """The task that these are sources of; raises `ConfigError` for images, and where classes or metrics differ."""
     first = sources[0]
     for task in sources:
-        alike = (task.num_labels, task.label_names, task.multilabel) == (
-            first.num_labels,
-            first.label_names,
-            first.multilabel,
-        )
-        if not alike or task.metric_name != first.metric_name or task.truncate != first.truncate or task.images:
+        if task.images or any(getattr(task, name) != getattr(first, name) for name in _ALIKE):
             raise ConfigError(
                 f"--one-task takes tasks as sources of one, and {task.name!r} has other classes than {first.name!r};"
                 " take texts with the same classes, metric and truncate="

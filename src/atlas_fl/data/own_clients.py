@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from atlas_fl.data.cleaning import SEED, TEST, TRAIN, VALIDATION, arrange, keys
+from atlas_fl.data.clients import group_by
 from atlas_fl.data.formats import ending_of
 from atlas_fl.data.tables import READERS, Table, split_of, time_of
 from atlas_fl.data.task import Examples, Images, Labels, Rows, TaskData, as_texts, concatenate
@@ -169,10 +170,7 @@ def deal_rows(
 
 
 def _positions(words: Sequence[str]) -> dict[str, list[int]]:
-    positions: dict[str, list[int]] = {}
-    for index, word in enumerate(words):
-        positions.setdefault(word, []).append(index)
-    return positions
+    return group_by(range(len(words)), lambda index: words[index])
 
 
 def _word(value: Any) -> str:
@@ -208,11 +206,8 @@ def cut_groups(groups: Sequence[Any], times: Labels | None, *, name: str) -> dic
     Groups come in the order of their earliest row in time, or in a random one that the name alone decides; train has
     the first, test the last.
     """
-    members: dict[Any, list[int]] = {}
     rows = range(len(groups)) if times is None else np.argsort(times, kind="stable").tolist()
-    for row in rows:
-        members.setdefault(groups[row], []).append(row)
-    units = list(members.values())
+    units = list(group_by(rows, lambda row: groups[row]).values())
     if times is None:
         units = [units[index] for index in generator(SEED, "groups", name).permutation(len(units))]
     total = TRAIN + VALIDATION + TEST

@@ -101,25 +101,35 @@ Kind = TypeVar("Kind", Rows, Examples)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskData:
-    """The three splits of a task: clean, and without a text or an image in common."""
+class Splits:
+    """Examples in three splits."""
 
     train: Examples
     validation: Examples
     test: Examples
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
+
+    @property
+    def splits(self) -> Mapping[Split, Examples]:
+        """The examples by split."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def with_splits(self, examples: Callable[[Split], Examples]) -> Self:
+        """The same with other examples, by split."""
+        return replace(self, train=examples("train"), validation=examples("validation"), test=examples("test"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskData(Splits):
+    """The three splits of a task: clean, and without a text or an image in common."""
+
     clients: tuple["TaskData", ...] = ()
     """The splits of every client, where the data name their clients (`data.own_clients`); else they are dealt out."""
     words: tuple[str, ...] = ()
     """The words that the data have for these clients."""
     notes: tuple[str, ...] = ()
     """Remarks on the data: files that were left out, rows that were skipped, an encoding that was guessed."""
-
-    @property
-    def splits(self) -> Mapping[Split, Examples]:
-        """The examples by split."""
-        return {"train": self.train, "validation": self.validation, "test": self.test}
 
 
 @dataclass(frozen=True, kw_only=True)
