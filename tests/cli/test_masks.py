@@ -85,7 +85,7 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(atlas,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no mask is named; give the folders of runs, or files of masks"),
+        ([], "missing: RUN|FILE ...; see `atlas masks --help`"),
         (["nowhere"], "not a run folder: nowhere;"),
         (["dense"], "was trained without a mask; give runs with --mask or --mask-file"),
         (["run-42", "--merge", "union"], "--merge says how masks become one and --to which file gets it"),

@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.clients import ClientData, data_notes, majority, make_clients
 from atlas_fl.data.task import Rows, Source, Task, TaskData
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import DataError
 
 NOWHERE = Source(cache_dir=Path("/nowhere"))
 
@@ -108,19 +108,6 @@ def test_a_regression_is_dealt_by_ranges_of_its_label() -> None:
 
 def test_majority_by_hand() -> None:
     assert majority(Rows(text=("a",) * 5, label=np.asarray([2, 0, 2, 1, 2]))) == 0.6
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": 1}, "--samples is 1; it must be 2 or more"),
-        ({"validation_samples": 0}, "--validation-samples is 0; it must be 1 or more"),
-        ({"test_samples": -3}, "--test-samples is -3; it must be 1 or more"),
-    ],
-)
-def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(**changes)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_what_is_not_there_is_one_line(make_federation, tmp_path, capsys) -> Non
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 2
     assert (tmp_path / "page.md").read_text() == "mine"
     assert main(["results"]) == 2
-    assert "no folder is named" in capsys.readouterr().err
+    assert "missing: FOLDER ...; see `atlas results --help`" in capsys.readouterr().err
 
 
 @pytest.mark.slow

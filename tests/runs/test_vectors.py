@@ -162,7 +162,7 @@ def test_other_architectures_are_refused_by_name(runs: dict[str, TrainedRun]) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no run is named; give the folders of finished runs"),
+        ([], "missing: RUN ...; see `atlas vectors --help`"),
         (["run-42", "--scales", "0,half"], "--scales is '0,half'; allowed: numbers with commas between them"),
         (["run-42", "--scales", "nan"], "--scales is 'nan'"),
         (["run-42", "--keep", "0"], "keep is 0.0; it is the share of each task vector that TIES keeps"),

@@ -22,7 +22,7 @@ from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_data
-from atlas_fl.config.settings import Setting, declared_settings, group_classes, replace_settings
+from atlas_fl.config.settings import Setting, check_range, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
@@ -124,7 +124,7 @@ def name_of(argument: Setting) -> str:
 
 def is_required(argument: Setting) -> bool:
     """Return true for one that the command cannot do without."""
-    return argument.default is dataclasses.MISSING and not argument.metavar.endswith("...")
+    return argument.default is dataclasses.MISSING
 
 
 def spellings(argument: Setting) -> list[str]:
@@ -312,6 +312,8 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
     except ValueError as error:
         problem = str(error)
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
+    for argument in option_arguments(options):
+        check_range(argument, values.get(argument.name, ()))
     if config is None:
         return options(**values)
     changes = {name: values.pop(name) for name in settings() if name in values}
@@ -347,7 +349,7 @@ def _read(groups: Sequence[Words], declared: Sequence[Setting]) -> dict[str, Any
     for argument in (one for one in declared if not one.flag):
         own_words = words[: _size(argument) or len(words)]
         words = words[len(own_words) :]
-        if own_words or (not _size(argument) and argument.default is dataclasses.MISSING):
+        if own_words:
             values[argument.name] = _read_value(argument, own_words)
     if words:
         named = presets().keys() & {*words} if "preset" in {one.name for one in declared} else ()

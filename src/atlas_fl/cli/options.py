@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
 from atlas_fl.deployment.consent import SiteChoices
+from atlas_fl.methods.knobs import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
@@ -69,7 +70,7 @@ class PlanOptions(SettingsOptions):
 class ResumeOptions(TrackerOptions, OneRunOptions):
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
-    max_rounds: int | None = None
+    max_rounds: Annotated[int | None, Range(least=1)] = None
     """Stop after this many rounds."""
 
 
@@ -302,9 +303,10 @@ class CompareOptions(SettingsOptions):
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
     score: Literal["final", "best"] = "final"
     """Test scores of the models that clients end with, or of the best round by validation."""
-    trials: int = 0
-    """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
-    jobs: int = 1
+    trials: Annotated[int, Range(least=0, most=20)] = 0
+    """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared.
+    With more of them, learning rates would reach a thousand times the default."""
+    jobs: Annotated[int, Range(least=1)] = 1
     """Runs at once, each in a process of its own with its share of the cores."""
 
 

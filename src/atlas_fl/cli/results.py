@@ -49,11 +49,6 @@ from atlas_fl.storage.tensors import write_tensors
 
 def report(options: cli.ReportOptions) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
-    if not options.runs:
-        raise ConfigError(
-            "no run is named; give the folder of a run, or its name in --runs-dir; see `atlas report --help`"
-        )
-
     check_target(options.to, example="report.html", is_own=is_page)
     if options.control is not None and len(options.runs) == 1:
         raise ConfigError(f"--control is {options.control}, and one run is compared with nothing; name more runs")
@@ -67,9 +62,6 @@ def report(options: cli.ReportOptions) -> int:
 
 def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
-    if not options.folders:
-        raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
-
     check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=BEGINNING))
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
@@ -158,8 +150,6 @@ def leakage(options: cli.LeakageOptions) -> int:
 
 def masks(options: cli.MasksOptions) -> int:
     """Show, draw and merge the masks that these words name; 0."""
-    if not options.masks:
-        raise ConfigError("no mask is named; give the folders of runs, or files of masks; see `atlas masks --help`")
     if (options.merge == "none") != (options.to is None):
         raise ConfigError("--merge says how masks become one and --to which file gets it; give both, or neither")
     check_target(options.to, example="mask.safetensors", is_own=_is_mask)
@@ -182,7 +172,6 @@ def masks(options: cli.MasksOptions) -> int:
 
 
 def _is_mask(path: Path) -> bool:
-
     try:
         return bool(read_mask(path))
     except AtlasError:
@@ -233,8 +222,6 @@ def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
 
 def vectors(options: cli.VectorsOptions) -> int:
     """Merge, score and write what these words name; 0."""
-    if not options.runs:
-        raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
     scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
 
     folders = [find_run(run, runs_dir=options.runs_dir) for run in dict.fromkeys(options.runs)]

@@ -72,8 +72,6 @@ def plan(options: cli.PlanOptions) -> int:
 
 def resume(options: cli.ResumeOptions) -> int:
     """Go on with the run that these words name; 0."""
-    if options.max_rounds is not None and options.max_rounds < 1:
-        raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
     folder = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
     config = load_config(folder.config, within=folder.path)
     if options.tracker:

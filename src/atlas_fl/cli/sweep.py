@@ -46,8 +46,6 @@ from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 
-MOST_TRIALS = 20
-"""Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
 Runs: TypeAlias = Sequence[tuple[Point, Path]]
 """Runs of a comparison and their folders."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -128,10 +126,6 @@ def _named(options: CompareOptions) -> CompareOptions:
     control = OLD_NAMES.get(options.control or "", options.control)
     if control is not None and control not in names:
         raise ConfigError(f"--control is {control}; allowed: one of --strategies, {', '.join(names)}")
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
-    if not 0 <= options.trials <= MOST_TRIALS:
-        raise ConfigError(f"--trials is {options.trials}; allowed: 1 to {MOST_TRIALS}, or 0 for none")
     if options.trials and (tuned_on := sorted({*chosen_seeds(options.seeds)} & {*DEVELOPMENT_SEEDS})):
         raise ConfigError(f"--seeds has {tuned_on[0]}, on which --trials chooses settings; compare on other seeds")
     return replace(options, strategies=names, control=control)

@@ -143,13 +143,10 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     `classes_per_client` classes, in all its splits. `client_sizes` are the training rows of the clients of a task in
     turn, in the place of `samples`; with `test_mix` as `task` test rows come in the mix of the task, as `balanced` in
     equal numbers of every class (`partition.deal_balanced`). `shuffle_labels` permutes the training labels, or what is
-    to be written after the prompts, inside each client and nothing else. A `ConfigError` names a setting that is out of
-    range, a `DataError` a task whose rows do not suffice.
+    to be written after the prompts, inside each client and nothing else. A `DataError` names a task whose rows do not
+    suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
-    for split, size in sizes.items():
-        if size is not None and size < _LEAST[split]:
-            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
     deal_rows: Callable[..., dict[Split, list[Labels]]]
     deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
     if partition != BY_CLASSES:
