@@ -13,17 +13,8 @@ from atlas_fl.cli.tables import audit_table, failure_lines, placement
 from atlas_fl.config import validate
 from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.experiment import task_arithmetic as arithmetic
 from atlas_fl.experiment.export import export_client, publish
-from atlas_fl.experiment.task_arithmetic import (
-    ScaleRow,
-    TrainedRun,
-    base_weights,
-    best_scale,
-    load_trained_run,
-    save_merged,
-    score_scales,
-    task_vectors,
-)
 from atlas_fl.params import Params, num_values
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import measure_leakage
@@ -226,16 +217,16 @@ def vectors(options: cli.VectorsOptions) -> int:
 
     folders = [find_run(run, runs_dir=options.runs_dir) for run in dict.fromkeys(options.runs)]
     names = labels_of([folder.path for folder in folders])
-    runs = {name: load_trained_run(folder) for name, folder in zip(names, folders, strict=True)}
+    runs = {name: arithmetic.load_trained_run(folder) for name, folder in zip(names, folders, strict=True)}
     base = _base(options, list(runs.values()))
-    vector = merge_vectors(task_vectors(runs, base), method=options.merge, keep=options.keep)
-    rows = score_scales(runs, base, vector, scales=scales)
+    vector = merge_vectors(arithmetic.task_vectors(runs, base), method=options.merge, keep=options.keep)
+    rows = arithmetic.score_scales(runs, base, vector, scales=scales)
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
-    show([_scale_table(rows, best=best_scale(rows), title=title)])
+    show([_scale_table(rows, best=arithmetic.best_scale(rows), title=title)])
     if to is not None:
-        best = best_scale(rows)
+        best = arithmetic.best_scale(rows)
         tested = {row.scale: row.test for row in rows}
-        written = save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to)
+        written = arithmetic.save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to)
         show(f"wrote {folder}: scale {best.scale:g}, the best on validation images" for folder in written)
         write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
         drawn = save_png(draw([scales_chart(tested)]), to / "scales.png")
@@ -253,21 +244,21 @@ def _scales(text: str) -> list[float]:
     return list(dict.fromkeys(scales))
 
 
-def _base(options: cli.VectorsOptions, runs: Sequence[TrainedRun]) -> Params:
+def _base(options: cli.VectorsOptions, runs: Sequence[arithmetic.TrainedRun]) -> Params:
 
     named = options.base
     if named is None:
-        return base_weights(runs)
+        return arithmetic.base_weights(runs)
     for path in (Path(named), Path(options.runs_dir) / named):
         if RunFolder(path).is_run():
-            return load_trained_run(RunFolder(path)).body
+            return arithmetic.load_trained_run(RunFolder(path)).body
     try:
-        return base_weights(runs, model=named)
+        return arithmetic.base_weights(runs, model=named)
     except AtlasError as error:
         raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
 
-def _scale_table(rows: Sequence[ScaleRow], *, best: ScaleRow, title: str) -> Table:
+def _scale_table(rows: Sequence[arithmetic.ScaleRow], *, best: arithmetic.ScaleRow, title: str) -> Table:
 
     names = list(rows[0].test)
     cells = [

@@ -24,19 +24,9 @@ from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.setup.options import strategy_of
-from atlas_fl.storage import checkpoint, digests
+from atlas_fl.storage import checkpoint, digests, jsonl
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.files import secret_digest
-from atlas_fl.storage.jsonl import (
-    append_rows,
-    drop_undefined,
-    encode_json,
-    from_json,
-    to_json,
-    truncate_to,
-    write_json,
-    write_sealed,
-)
 from atlas_fl.storage.ledger import LedgerRow
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
@@ -57,7 +47,7 @@ def provenance_of(
     kept = {
         client.name: f"the secret {secret_digest(secrets[client.name])}" for client in clients if client.name in secrets
     }
-    plain: dict[str, Any] = from_json(to_json(content | ({"secrets": kept} if kept else {})))
+    plain: dict[str, Any] = jsonl.from_json(jsonl.to_json(content | ({"secrets": kept} if kept else {})))
     return plain
 
 
@@ -199,7 +189,7 @@ class Recorder:
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
         plan = join.planned.plan.to_json()
-        self.audit_digests["plan.json"] = write_json(folder / "plan.json", plan, within=self.folder.path)
+        self.audit_digests["plan.json"] = jsonl.write_json(folder / "plan.json", plan, within=self.folder.path)
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...], secrets: Mapping[str, bytes]) -> None:
@@ -249,10 +239,10 @@ class Recorder:
         if planned.mask is not None:
             self.file_digests[self.folder.mask.name] = write_tensors(self.folder.mask, planned.mask)
         path = self.folder.path / self.plan_file
-        self.file_digests[self.plan_file] = write_json(path, planned.plan.to_json())
+        self.file_digests[self.plan_file] = jsonl.write_json(path, planned.plan.to_json())
 
     def _append_rows(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        append_rows(path, rows, running=self.row_hashes[path.name])
+        jsonl.append_rows(path, rows, running=self.row_hashes[path.name])
 
     def _all_digests(self) -> dict[str, str]:
         return {**self.file_digests, **{name: row_hash.hexdigest() for name, row_hash in self.row_hashes.items()}}
@@ -263,7 +253,7 @@ class Recorder:
         if record.diversity is not None:
             discarded = {"discarded": dict(record.step.discarded)}
             rows.append({**common, "event": "mixed", **asdict(record.diversity), **discarded})
-        rows += [drop_undefined({**common, "event": MEASURED, **asdict(row)}) for row in record.step.sharing]
+        rows += [jsonl.drop_undefined({**common, "event": MEASURED, **asdict(row)}) for row in record.step.sharing]
         by_split: dict[Split, Mapping[str, Update]] = {"train": record.received.updates, **record.outcome.scores}
         for split, updates in by_split.items():
             for client in self.clients:
@@ -276,7 +266,7 @@ class Recorder:
         share = majority(client.splits[split]) if client.task.has_classes else None
         counts = {"majority": share, "classes": update.classes or None, "examples": update.examples}
         # a metric does not take the place of what the server knows by itself
-        return drop_undefined({**header, **update.metrics, **counts, **header})
+        return jsonl.drop_undefined({**header, **update.metrics, **counts, **header})
 
     def _write_audit(self, record: RoundRecord, state: FederationState) -> None:
         received, step, folder = record.received, record.step, self.folder.audit_round(record.round)
@@ -327,7 +317,7 @@ class Recorder:
     def _write_audit_record(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Write the record of an audited round, with the digests of its files."""
         record = {**content, "files": dict(self.audit_digests)}
-        write_sealed(folder / "record.json", record, within=self.folder.path)
+        jsonl.write_sealed(folder / "record.json", record, within=self.folder.path)
         self.audit_digests.clear()
 
     def _save_checkpoint(self, state: FederationState) -> None:
@@ -363,14 +353,14 @@ class Recorder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
-        digest = sha256(encode_json(summary)).hexdigest()
+        digest = sha256(jsonl.encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
-        write_json(self.folder.summary, summary)
+        jsonl.write_json(self.folder.summary, summary)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
         """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""
-        truncate_to(self.folder.metrics, saved.state["metrics_bytes"])
-        truncate_to(self.folder.ledger, saved.state["ledger_bytes"])
+        jsonl.truncate_to(self.folder.metrics, saved.state["metrics_bytes"])
+        jsonl.truncate_to(self.folder.ledger, saved.state["ledger_bytes"])
         self.row_hashes = {file.name: digests.file_sha256(file) for file in (self.folder.metrics, self.folder.ledger)}
         self.plan_file = saved.state["plan"]
         plans = self.folder.plans()

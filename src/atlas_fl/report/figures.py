@@ -6,24 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from atlas_fl.report import figure_rows
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.drawing import draw, save_pdf, save_png
-from atlas_fl.report.figure_rows import (
-    EVERY_CLIENT,
-    Row,
-    adjacency_rows,
-    class_rows,
-    convergence_rows,
-    group_order,
-    label_rows,
-    mask_rows,
-    principal_components,
-    rank_rows,
-    score_rows,
-    sharing_rows,
-    sketch_rows,
-    traffic_rows,
-)
+from atlas_fl.report.figure_rows import EVERY_CLIENT, Row
 from atlas_fl.report.format import isolate
 from atlas_fl.report.html.charts import Chart, chart, colour, heat_map
 from atlas_fl.report.mask_charts import density_chart
@@ -91,7 +77,7 @@ def _adjacency(record: Record, rows: list[Row]) -> list[Chart]:
 
 def _clusters(record: Record, rows: list[Row]) -> list[Chart]:
     assert record.sketches is not None
-    shares = principal_components(record.sketches)[2]
+    shares = figure_rows.principal_components(record.sketches)[2]
     reason = (record.plan["clustering"].get("structure") or {}).get("reason")
     components = chart(
         "noisy_scatter",
@@ -143,7 +129,7 @@ def _classes(record: Record, rows: list[Row]) -> list[Chart]:
 
 
 def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
-    groups = sorted({row["parameters"] for row in rows}, key=group_order)
+    groups = sorted({row["parameters"] for row in rows}, key=figure_rows.group_order)
     return [heat_map("sharing", rows, domain=(0.0, 1.0), columns=groups, lines=record.sorted_clients)]
 
 
@@ -161,16 +147,16 @@ def _by_class(record: Record, rows: list[Row]) -> list[Chart]:
 
 
 FIGURES: dict[str, Figure] = {
-    "convergence": Figure(rows=convergence_rows, charts=_convergence, columns=2),
-    "scores": Figure(rows=score_rows, charts=_scores),
-    "by-class": Figure(rows=class_rows, charts=_by_class),
-    "classes": Figure(rows=label_rows, charts=_classes),
-    "clusters": Figure(rows=sketch_rows, charts=_clusters, columns=2),
-    "adjacency": Figure(rows=adjacency_rows, charts=_adjacency),
-    "ranks": Figure(rows=rank_rows, charts=_ranks),
-    "sharing": Figure(rows=sharing_rows, charts=_sharing),
-    "mask": Figure(rows=mask_rows, charts=_mask),
-    "bytes": Figure(rows=traffic_rows, charts=_bytes),
+    "convergence": Figure(rows=figure_rows.convergence_rows, charts=_convergence, columns=2),
+    "scores": Figure(rows=figure_rows.score_rows, charts=_scores),
+    "by-class": Figure(rows=figure_rows.class_rows, charts=_by_class),
+    "classes": Figure(rows=figure_rows.label_rows, charts=_classes),
+    "clusters": Figure(rows=figure_rows.sketch_rows, charts=_clusters, columns=2),
+    "adjacency": Figure(rows=figure_rows.adjacency_rows, charts=_adjacency),
+    "ranks": Figure(rows=figure_rows.rank_rows, charts=_ranks),
+    "sharing": Figure(rows=figure_rows.sharing_rows, charts=_sharing),
+    "mask": Figure(rows=figure_rows.mask_rows, charts=_mask),
+    "bytes": Figure(rows=figure_rows.traffic_rows, charts=_bytes),
 }
 """A figure by the name of its files."""
 

@@ -23,6 +23,7 @@ from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources,
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
+from atlas_fl.models import tokenization
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.loading import load_backbone
@@ -30,14 +31,6 @@ from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
 from atlas_fl.models.registry import FAMILIES, Family, ModelShape
 from atlas_fl.models.stock import NOTE, positions_of
-from atlas_fl.models.tokenization import (
-    EncodedExamples,
-    encode_chat_prompts,
-    encode_chats,
-    encode_examples,
-    encode_prompts,
-    encode_targets,
-)
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
@@ -461,7 +454,7 @@ def tokenise(
     return ClientTokens(task=task, splits=encoded, prompts=prompts)
 
 
-EncodeRows: TypeAlias = Callable[[Rows, int], EncodedExamples]
+EncodeRows: TypeAlias = Callable[[Rows, int], tokenization.EncodedExamples]
 """(rows, most tokens of one) -> examples."""
 
 
@@ -474,15 +467,15 @@ def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tu
     if task.chat:
         how["template"] = ChatTemplate(backbone.tokenizer, task.template)
 
-        def encode(rows: Rows, most: int) -> EncodedExamples:
-            chosen = encode_chats(rows.text, max_length=most, **how)
-            rejected = encode_chats(rows.pair or (), max_length=most, **how) if preferences else None
+        def encode(rows: Rows, most: int) -> tokenization.EncodedExamples:
+            chosen = tokenization.encode_chats(rows.text, max_length=most, **how)
+            rejected = tokenization.encode_chats(rows.pair or (), max_length=most, **how) if preferences else None
             return replace(chosen, rejected=rejected)
 
-        return encode, lambda rows, most: encode_chat_prompts(rows.text, max_length=most, **how)
+        return encode, lambda rows, most: tokenization.encode_chat_prompts(rows.text, max_length=most, **how)
     return (
-        lambda rows, most: encode_targets(rows.text, rows.pair, max_length=most, **how),
-        lambda rows, most: encode_prompts(rows.text, max_length=most, **how),
+        lambda rows, most: tokenization.encode_targets(rows.text, rows.pair, max_length=most, **how),
+        lambda rows, most: tokenization.encode_prompts(rows.text, max_length=most, **how),
     )
 
 
@@ -515,8 +508,8 @@ def max_sequence_length(backbone: Backbone) -> int:
     return length
 
 
-def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> EncodedExamples:
-    examples = encode_examples(
+def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> tokenization.EncodedExamples:
+    examples = tokenization.encode_examples(
         rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit, truncate=task.truncate
     )
     if backbone.family.token_types and len(examples.types):
