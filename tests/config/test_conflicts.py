@@ -8,7 +8,7 @@ from atlas_fl.config.settings import group_classes
 from atlas_fl.config.values import Mark
 
 
-@pytest.mark.parametrize("conflict", conflicts(), ids=lambda row: f"{row.setting}-{row.other}")
+@pytest.mark.parametrize("conflict", conflicts(), ids=lambda row: "-".join(name for name, _ in row.values))
 def test_a_row_is_of_settings_that_there_are_and_can_be_looked_for(conflict: Conflict) -> None:
     of_several = {f"@{name}" for name in (*group_classes(), *Mark.__members__)}
     assert {name for name, _ in conflict.values} <= {*settings(), *FACTS, *of_several}

@@ -125,20 +125,10 @@ ORDERS: Mapping[str, Callable[[Any, float], bool]] = {
 class Conflict:
     """Up to three settings with the values that contradict each other."""
 
-    setting: str
-    value: str
-    other: str
-    other_value: str
+    values: tuple[tuple[str, str], ...]
+    """(setting, value) of each."""
     reason: str
     remedy: str
-    third: str
-    third_value: str
-
-    @property
-    def values(self) -> list[tuple[str, str]]:
-        """(setting, value) of each."""
-        values = [(self.setting, self.value), (self.other, self.other_value), (self.third, self.third_value)]
-        return [value for value in values if value[0]]
 
     def applies(self, config: Config) -> bool:
         """Return true for a config with all values."""
@@ -159,18 +149,29 @@ class Conflict:
         return f"{self.reason}; {remedy}".format(*flags, candidates=candidates)
 
 
+_VALUES = (("setting", "value"), ("other", "other_value"), ("third", "third_value"))
+"""Columns of the settings and of their values."""
+
+
 @cache
 def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
     """All rows of this table, in the order in which they are checked."""
     text = resources.files(__package__).joinpath(table).read_text(encoding="utf-8")
     rows = DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE, restval="")
-    return tuple(Conflict(**row) for row in rows)
+    return tuple(
+        Conflict(
+            values=tuple((row[name], row[words]) for name, words in _VALUES if row[name]),
+            reason=row["reason"],
+            remedy=row["remedy"],
+        )
+        for row in rows
+    )
 
 
 def check_conflicts(config: Config, *, of_halves: bool = False) -> None:
     """Raise ConfigError for the first conflict of the config, of rules that compare halves or of all others."""
     for conflict in conflicts():
-        if (HALVES in (conflict.value, conflict.other_value)) is of_halves and conflict.applies(config):
+        if any(words == HALVES for _, words in conflict.values) is of_halves and conflict.applies(config):
             raise ConfigError(conflict.message(config))
 
 

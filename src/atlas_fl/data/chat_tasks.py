@@ -6,6 +6,7 @@ of the embedded task: a text that one tone is tested on is trained on in none.
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -54,12 +55,8 @@ def _task(topic: str, tone: str) -> Task:
     source_task = _SOURCES[TOPICS[topic]["task"]]
 
     def load(source: Source) -> TaskData:
-        data = load_task(source_task, source)
-        return TaskData(
-            train=make_chats(topic, data.train, tone=tone),
-            validation=make_chats(topic, data.validation, tone=tone),
-            test=make_chats(topic, data.test, tone=tone),
-        )
+        data = replace(load_task(source_task, source), left_out=0)
+        return data.with_splits(lambda split: make_chats(topic, data.splits[split], tone=tone))
 
     note = f"instructions made of {source_task.name}, answered in the tone {tone}"
     return Task(name=f"{topic}_{tone}", num_labels=0, chat=True, note=note, load=load, files=source_task.files)

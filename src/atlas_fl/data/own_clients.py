@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -262,15 +262,10 @@ def arrange_clients(
     if shared := shared_texts(list(parts.values())):
         kind = "images" if any(isinstance(part.test, Images) for part in parts.values()) else "texts"
         notes.append(f"{shared:,} test {kind} of a client are training {kind} of another one")
-    return TaskData(
-        train=concatenate([part.train for part in parts.values()]),
-        validation=concatenate([part.validation for part in parts.values()]),
-        test=concatenate([part.test for part in parts.values()]),
-        left_out=sum(part.left_out for part in parts.values()),
-        clients=tuple(parts.values()),
-        words=tuple(parts),
-        notes=tuple(notes),
-    )
+    datas = tuple(parts.values())
+    whole = datas[0].with_splits(lambda split: concatenate([data.splits[split] for data in datas]))
+    left_out = sum(data.left_out for data in datas)
+    return replace(whole, left_out=left_out, clients=datas, words=tuple(parts), notes=tuple(notes))
 
 
 def shared_texts(parts: Sequence[TaskData]) -> int:

