@@ -91,7 +91,7 @@ EXPLAINED = {
         "atlas run --preset quick",
         "atlas COMMAND --help",
     ),
-    *(f"atlas {name} --help" for name in ("list", "masks", "report", "run", "sweep", "vectors")),
+    *(f"atlas {name} --help" for name in ("list", "run", "sweep")),
 }
 """Commands that are named, or take minutes or other machines: the command and each of its flags stand on its page."""
 ELSEWHERE = {

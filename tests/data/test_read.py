@@ -139,10 +139,9 @@ def test_what_takes_more_than_half_of_the_free_memory_is_one_line_early(
         tmp_path / f"t{ending}", {"text": [f"text {i} " * 10 for i in range(20_000)], "label": ["a", "b"] * 10_000}
     )
     monkeypatch.setattr("atlas_fl.data.formats.free_bytes", lambda: 2_000_000)
-    monkeypatch.setattr("atlas_fl.data.tables._BYTES_BETWEEN_CHECKS", 100_000)
     columns = (("text", "text"), ("label", "class"))
     with pytest.raises(
-        DataError, match=r"takes about 0\.0\d GB of memory, and half .* is 0\.00 GB; add rows=\d+ "
+        DataError, match=r"the first \d,\d+ rows of .* take 0\.00 GB of memory, half .* rows=\d+ "
     ) as told:
         read_rows([path], Reading(columns=columns))
     most = int(str(told.value).partition("rows=")[2].split()[0])

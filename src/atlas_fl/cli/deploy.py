@@ -93,7 +93,7 @@ def certs(options: cli.CertsOptions) -> int:
             raise ConfigError(
                 f"--{one.name} is not for `atlas certs {options.what}`, which takes {' and '.join(flags)}"
             )
-    if not options.subject or len(options.subject) > most:
+    if len(options.subject) > most:
         raise ConfigError(
             f"`atlas certs {options.what}` was given {len(options.subject)} words; it takes {noun}: see"
             " `atlas certs --help`"

@@ -46,7 +46,6 @@ _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 _ABSENT, _NO_NUMBER = "no value", "no number such as 0.5 that float32 holds"
 _SEED = 0
 """Rows that are drawn belong to the data and not to the run, as splits do."""
-_BYTES_BETWEEN_CHECKS = 1 << 24
 
 
 def _text_fault(value: object) -> str:
@@ -171,11 +170,7 @@ def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str
     return _choose({str(path): _items(path, reading) for path in paths}, reading)
 
 
-Progress: TypeAlias = tuple[Item, float]
-"""Item of a file, and the share of the file that is read; 1 where only its end says."""
-
-
-def _items(path: Path, reading: Reading) -> Iterator[Progress]:
+def _items(path: Path, reading: Reading) -> Iterator[Item]:
     if not path.exists():
         raise DataError(f"there is no file {path}; check the path")
     if path.is_dir():
@@ -190,10 +185,8 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
             check_columns(list(table), reading, origin=path)
             yield from _table_items(table)
             return
-        size = max(1, path.stat().st_size)
         with path.open("rb") as raw:
-            for item in FORMATS[ending](raw, path, reading):
-                yield item, raw.tell() / size if ending.startswith((".csv", ".tsv", ".json")) else 1.0
+            yield from FORMATS[ending](raw, path, reading)
     except UnicodeError as error:
         encoding = reading.encoding or getattr(error, "encoding", "utf-16").replace("charmap", "utf-8 or cp1252")
         told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
@@ -204,27 +197,26 @@ def _items(path: Path, reading: Reading) -> Iterator[Progress]:
         raise DataError(f"cannot read {path}: {reason}{remedy}") from error
 
 
-def _table_items(table: Table) -> Iterator[Progress]:
+def _table_items(table: Table) -> Iterator[Item]:
     rows = enumerate(zip(*table.values()), start=1)
-    return (((number, dict(zip(table, row))), 1.0) for number, row in rows)
+    return ((number, dict(zip(table, row))) for number, row in rows)
 
 
-def _dataset_items(rows: Any, reading: Reading) -> Iterator[Progress]:
+def _dataset_items(rows: Any, reading: Reading) -> Iterator[Item]:
     check_columns(rows.column_names, reading, origin="the data set")
     known = class_names_of(rows.features) if reading.class_names else {}
     wanted = rows.with_format(None).select_columns(list(reading.names) or rows.column_names)
-    yield from (((at, with_class_names(values, known)), at / len(rows)) for at, values in enumerate(wanted, start=1))
+    yield from ((at, with_class_names(values, known)) for at, values in enumerate(wanted, start=1))
 
 
-def _choose(sources: Mapping[str, Iterable[Progress]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+def _choose(sources: Mapping[str, Iterable[Item]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
     """The rows of these sources, by their names in messages, in their order."""
     first, *more = sources
     chosen = _Chosen(reading=reading, origin=f"{first} and {len(more)} more" if more else first)
     for origin, items in sources.items():
         names: dict[str, None] = {}
-        for (number, values), share in items:
+        for number, values in items:
             chosen.add(number, values, origin=f"{origin} " if more else "")
-            chosen.check_memory(1.0 if more else share)
             if not isinstance(values, str) and not values.keys() <= names.keys():
                 names |= dict.fromkeys(values)
         if names:
@@ -246,7 +238,6 @@ class _Chosen:
     remarks: list[str] = field(default_factory=list)
     most_bytes: int = field(default_factory=most_bytes)
     num_bytes: int = 0
-    checked_bytes: int = 0
     rng: np.random.Generator = field(default_factory=lambda: generator(_SEED, "rows"))
 
     def add(self, number: int, values: Mapping[str, Any] | str, *, origin: str) -> None:
@@ -282,23 +273,19 @@ class _Chosen:
         elif (place := int(self.rng.integers(self.counts["fit"]))) < most:  # Vitter's algorithm R
             self.num_bytes += _size(row) - _size(self.rows[place])
             self.rows[place] = row
+        self._check_memory()
 
     def _tell(self, flaw: str, row: str) -> None:
         self.counts["flaws"] += 1
         if self.counts["flaws"] <= MOST_TOLD:
             self.flaws.setdefault(flaw, []).append(row)
 
-    def check_memory(self, share: float) -> None:
-        """A `DataError` if the rows will take more than half of the memory that was free; asked every few megabytes."""
-        if self.num_bytes < self.checked_bytes + _BYTES_BETWEEN_CHECKS:
-            return
-        self.checked_bytes = self.num_bytes
-        expected = self.num_bytes / share if self.reading.rows is None else self.num_bytes
-        if expected > self.most_bytes:
-            most = int(len(self.rows) * self.most_bytes / self.num_bytes / 2)
+    def _check_memory(self) -> None:
+        """A `DataError` if the rows take more than half of the memory that was free."""
+        if self.num_bytes > self.most_bytes:
             raise DataError(
-                f"what is read of {self.origin} takes about {expected / 1e9:.2f} GB of memory, and half of what is free"
-                f" is {self.most_bytes / 1e9:.2f} GB; add rows={most} to the task to draw so many rows evenly"
+                f"the first {len(self.rows):,} rows of {self.origin} take {self.most_bytes / 1e9:.2f} GB of memory,"
+                f" half of what is free; add rows={len(self.rows) // 2} to the task to draw so many rows evenly"
             )
 
     def table(self) -> tuple[Table, tuple[str, ...]]:
