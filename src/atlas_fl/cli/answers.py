@@ -10,10 +10,7 @@ from atlas_fl.experiment.judge import Judge
 from atlas_fl.report.answers import harness_table, scores_table
 from atlas_fl.storage.run_folder import find_run
 
-NEEDED = {
-    "judge_model": "judge",
-    **dict.fromkeys(("harness_tasks", "harness_limit", "harness_chat"), "harness"),
-}
+NEEDED = {"judge_model": "judge", **dict.fromkeys(("harness_tasks", "harness_limit", "harness_chat"), "harness")}
 """By option the one that it belongs to."""
 SHOWN = 3
 """Answers that are shown, of different clients."""

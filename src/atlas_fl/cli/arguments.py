@@ -198,12 +198,7 @@ def wrap_lines(text: str, *, indent: int = 0) -> list[str]:
     together = "`".join(part.replace(" ", SPACE) if index % 2 else part for index, part in enumerate(text.split("`")))
     margin = " " * indent
     lines = textwrap.wrap(
-        together,
-        width,
-        initial_indent=margin,
-        subsequent_indent=margin,
-        break_long_words=False,
-        break_on_hyphens=False,
+        together, width, initial_indent=margin, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
     )
     return [line.replace(SPACE, " ") for line in lines]
 

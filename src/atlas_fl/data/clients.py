@@ -25,11 +25,7 @@ OWN, BALANCED = "own", "balanced"
 """Mixes of test rows: the client's own, and equal numbers of every class."""
 Sizes: TypeAlias = Mapping[Split, int | None]
 """Rows of a client by split; None deals a split out whole."""
-_FLAGS: dict[Split, str] = {
-    "train": "--samples",
-    "validation": "--validation-samples",
-    "test": "--test-samples",
-}
+_FLAGS: dict[Split, str] = {"train": "--samples", "validation": "--validation-samples", "test": "--test-samples"}
 _LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
 Member = TypeVar("Member")
 Key = TypeVar("Key", bound=Hashable)
@@ -378,13 +374,7 @@ def _spread(total: int, num_clients: int) -> Labels:
 
 
 def _deal_by_classes(
-    task: Task,
-    data: TaskData,
-    num_clients: int,
-    sizes: Sizes,
-    *,
-    classes_per_client: int | None,
-    seed: Seed,
+    task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, classes_per_client: int | None, seed: Seed
 ) -> dict[Split, list[Labels]]:
     assert classes_per_client is not None, "who takes this partition says how many classes"
     if not task.has_classes:

@@ -145,11 +145,7 @@ def split_tasks(
 
 
 def deal_rows(
-    rows: Mapping[Part, Rows],
-    tables: Mapping[Part, Table],
-    dealing: Dealing,
-    *,
-    name: str,
+    rows: Mapping[Part, Rows], tables: Mapping[Part, Table], dealing: Dealing, *, name: str
 ) -> dict[str, dict[str, Rows]]:
     """The rows by client and split, of tables by file and split; one client of an empty word where none is named."""
     parts: dict[str, dict[str, list[Rows]]] = {}

@@ -341,10 +341,7 @@ def _flow(*, cells: tuple[Array, Array], clients: tuple[int, int], classes: tupl
     owed[sink] = classes[0].sum()
     short = np.flatnonzero(owed < 0)
     over = np.flatnonzero(owed > 0)
-    arcs += [
-        (np.full(len(over), give), over, owed[over]),
-        (short, np.full(len(short), take), -owed[short]),
-    ]
+    arcs += [(np.full(len(over), give), over, owed[over]), (short, np.full(len(short), take), -owed[short])]
     starts, ends, room = (np.concatenate(parts) for parts in zip(*arcs))
     graph = csr_array((room.astype(np.int32), (starts, ends)), shape=(take + 1, take + 1))
     solution = maximum_flow(graph, give, take)

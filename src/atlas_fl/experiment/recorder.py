@@ -33,10 +33,7 @@ from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 
 
 def provenance_of(
-    config: Config,
-    clients: Sequence[ClientData],
-    model: Mapping[str, str | None],
-    secrets: Mapping[str, bytes],
+    config: Config, clients: Sequence[ClientData], model: Mapping[str, str | None], secrets: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """The settings that identify the run, and digests of each client's rows, of the model and of given secrets.
 

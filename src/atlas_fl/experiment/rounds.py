@@ -89,10 +89,7 @@ def finish_round(
             models: ByClient, split: Split, *, new_tokens: int = 0, outcomes: bool = False
         ) -> dict[str, Update]:
             options = EvaluateOptions(
-                split=split,
-                new_tokens=new_tokens,
-                prior_correction=config.training.prior_correction,
-                outcomes=outcomes,
+                split=split, new_tokens=new_tokens, prior_correction=config.training.prior_correction, outcomes=outcomes
             )
             updates = engine.run("evaluate", make_jobs(models, options, round=number, cuts=cuts))
             evaluations.extend(updates)

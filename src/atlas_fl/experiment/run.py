@@ -25,13 +25,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished
 from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
-from atlas_fl.experiment.recorder import (
-    Recorder,
-    check_provenance,
-    check_run_files,
-    check_same_settings,
-    provenance_of,
-)
+from atlas_fl.experiment.recorder import Recorder, check_provenance, check_run_files, check_same_settings, provenance_of
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise

@@ -137,12 +137,7 @@ class SearchResult:
 
 
 def run_search(
-    base: Config,
-    *,
-    space: "SearchSpace",
-    trials: int,
-    on_trial: OnRun = lambda *_: None,
-    on_event: OnEvent = ignore,
+    base: Config, *, space: "SearchSpace", trials: int, on_trial: OnRun = lambda *_: None, on_event: OnEvent = ignore
 ) -> SearchResult:
     """Run so many trials, and write the best settings to a file beside the runs.
 

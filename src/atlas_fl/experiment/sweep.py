@@ -221,11 +221,7 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
 
 
 def run_all(
-    points: Sequence[Point],
-    *,
-    jobs: int | None = None,
-    on_run: OnRun = lambda *_: None,
-    on_event: OnEvent = ignore,
+    points: Sequence[Point], *, jobs: int | None = None, on_run: OnRun = lambda *_: None, on_event: OnEvent = ignore
 ) -> tuple[Path, ...]:
     """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
 

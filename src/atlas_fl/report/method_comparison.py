@@ -74,10 +74,7 @@ class MethodComparison:
 
 
 def compare_methods(
-    groups: Mapping[str, Sequence[Path | str]],
-    *,
-    control: str | None = None,
-    score: Literal["final", "best"] = "final",
+    groups: Mapping[str, Sequence[Path | str]], *, control: str | None = None, score: Literal["final", "best"] = "final"
 ) -> MethodComparison:
     """The comparison of these finished runs.
 

@@ -11,11 +11,7 @@ from atlas_fl.report.table import Cell, Table, count, plain
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
-WORDS = {
-    "nc": "classes per client (N_c)",
-    "local_steps": "local steps (J)",
-    "lr": "learning rate",
-}
+WORDS = {"nc": "classes per client (N_c)", "local_steps": "local steps (J)", "lr": "learning rate"}
 """Names of settings in a figure, if their own do not say it."""
 NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
 SHOWN_DIGITS, LONGEST = 3, 8

@@ -36,12 +36,7 @@ def own_data(*tasks: str, preset: str = "quick", **values: Any) -> Config:
 
 
 def task_row(
-    examples: Any,
-    *,
-    name: str,
-    folder: str | Path = "own-data",
-    labels: Sequence[object] = (),
-    **options: object,
+    examples: Any, *, name: str, folder: str | Path = "own-data", labels: Sequence[object] = (), **options: object
 ) -> str:
     """Write these examples below `folder`, and return the row of `--task` that reads them.
 
