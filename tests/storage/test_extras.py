@@ -27,6 +27,7 @@ def test_the_command_of_an_extra_installs_what_pyproject_declares(extra: str) ->
 def test_every_extra_that_a_message_names_is_declared() -> None:
     sources = [path.read_text() for place in ("src", "examples") for path in (ROOT / place).rglob("*.py")]
     named = {name for text in sources for name in re.findall(r"install_command\(\"?'?([a-z]+)'?\"?\)", text)}
+    named |= {name for text in sources for name in re.findall(r"import_extra\([^)]*extra=\"([a-z-]+)\"", text)}
     trackers = {name for text in sources for name in re.findall(r'importing\([^)]*package="([a-z]+)"', text)}
     assert {"search", "flower", "ray"} <= named
     assert trackers == {"wandb", "tensorboard", "mlflow", "trackio"}

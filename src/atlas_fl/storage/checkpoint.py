@@ -16,15 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.storage import folder_access
 from atlas_fl.storage.files import set_aside
-from atlas_fl.storage.folder_access import (
-    draft_name,
-    list_folder,
-    make_folder,
-    memory_bytes,
-    opened_folder,
-    read_written,
-)
 from atlas_fl.storage.jsonl import read_sealed, to_json, write_sealed
 from atlas_fl.storage.tensors import decode_tensors, write_tensors
 
@@ -63,7 +56,7 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     """
     to_json(state)  # refuses before anything is written
     final = folder / f"round-{round:04d}"
-    draft = make_folder(folder / draft_name(final.name), within=folder.parent)
+    draft = folder_access.make_folder(folder / folder_access.draft_name(final.name), within=folder.parent)
     replaced = folder / f"{final.name}.replaced"
     digest = write_tensors(draft / TENSORS, tensors, within=folder.parent)
     content = {"round": round, "files": {TENSORS: digest}, "state": state}
@@ -72,7 +65,7 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
         _remove(replaced)
         final.rename(replaced)
     draft.rename(final)
-    with opened_folder(folder, within=folder.parent) as descriptor:
+    with folder_access.opened_folder(folder, within=folder.parent) as descriptor:
         os.fsync(descriptor)
     for path in [path for path in folder.iterdir() if _is_leftover(path, round)]:
         _remove(path)
@@ -150,7 +143,7 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: a file is missing, cut off or altered; the message says which and how.
     """
     head = _read_state(path)
-    payload = read_written(path / TENSORS, max_bytes=memory_bytes(), within=path.parents[2])
+    payload = folder_access.read_written(path / TENSORS, max_bytes=folder_access.memory_bytes(), within=path.parents[2])
     digest = sha256(payload).hexdigest()
     expected = head["files"][TENSORS]
     if digest != expected:
@@ -185,7 +178,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _newest_first(folder: Path) -> list[Path]:
     """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
-    paths = [folder / name for name in list_folder(folder, within=folder.parent) if NAME.fullmatch(name)]
+    paths = [folder / name for name in folder_access.list_folder(folder, within=folder.parent) if NAME.fullmatch(name)]
     return sorted(paths, key=lambda path: (round_of(path), path.suffix == ""), reverse=True)
 
 

@@ -19,21 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.storage.folder_access import (
-    DRAFT,
-    IS_LINK,
-    draft_name,
-    is_inner_file,
-    is_inner_folder,
-    list_folder,
-    names_in,
-    open_to_append,
-    open_to_read,
-    opened_folder,
-    read_file,
-    remove_drafts,
-    write_atomic,
-)
+from atlas_fl.storage import folder_access
 
 DRAFT_MARKER = ".atlas"
 """Marks a folder of drafts as one that may be removed."""
@@ -50,19 +36,19 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: the disk takes no more, or failed, or there is a link; it names `path`, whoever wrote.
     """
-    drafts = path.with_name(draft_name(path.name))
+    drafts = path.with_name(folder_access.draft_name(path.name))
     content = drafts / "content"
     try:
-        with opened_folder(path.parent, within=within, create=True) as parent:
+        with folder_access.opened_folder(path.parent, within=within, create=True) as parent:
             _remove_drafts(parent, of=path)
             os.mkdir(drafts.name, 0o700, dir_fd=parent)
             (drafts / DRAFT_MARKER).touch()
             content.mkdir()
             yield content
             for file in sorted(path for path in content.rglob("*") if not path.is_dir()):  # of other libraries, too
-                with open_to_read(file, max_bytes=sys.maxsize) as opened:
+                with folder_access.open_to_read(file, max_bytes=sys.maxsize) as opened:
                     os.fsync(opened.fileno())
-            with opened_folder(content) as descriptor:
+            with folder_access.opened_folder(content) as descriptor:
                 os.fsync(descriptor)
             _publish(content, path)
             os.fsync(parent)
@@ -73,7 +59,7 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
         code = int(match[1]) if match else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
     finally:
-        if is_inner_folder(drafts):
+        if folder_access.is_inner_folder(drafts):
             shutil.rmtree(drafts)
 
 
@@ -91,7 +77,7 @@ def set_aside(path: Path, *, name: str | None = None) -> Path:
 
 def _publish(content: Path, path: Path) -> None:
     if path.is_symlink():
-        raise OSError(errno.ELOOP, IS_LINK, str(path))
+        raise OSError(errno.ELOOP, folder_access.IS_LINK, str(path))
     if not path.exists() or not any(path.iterdir()):
         content.rename(path)
         return
@@ -101,12 +87,12 @@ def _publish(content: Path, path: Path) -> None:
 
 def _remove_drafts(parent: int, *, of: Path) -> None:
     """Remove what writes of this folder that did not end have left: folders of a draft's name that bear its mark."""
-    for name in names_in(parent):
-        match = DRAFT.fullmatch(name)
+    for name in folder_access.names_in(parent):
+        match = folder_access.DRAFT.fullmatch(name)
         drafts = of.with_name(name)
-        if match is None or match[1] != of.name or not is_inner_folder(drafts):
+        if match is None or match[1] != of.name or not folder_access.is_inner_folder(drafts):
             continue
-        if is_inner_file(drafts / DRAFT_MARKER) or not list_folder(drafts):
+        if folder_access.is_inner_file(drafts / DRAFT_MARKER) or not folder_access.list_folder(drafts):
             shutil.rmtree(drafts)
 
 
@@ -129,7 +115,9 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with open_to_append(folder / LOCK) as file:  # whoever else has put a file there keeps what is in it
+        with folder_access.open_to_append(
+            folder / LOCK
+        ) as file:  # whoever else has put a file there keeps what is in it
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -164,8 +152,8 @@ def load_or_create_secret(path: Path) -> bytes:
     """
     if not os.path.lexists(path):
         if path.parent.is_dir():
-            remove_drafts(path.parent, of=re.compile(re.escape(path.name)))
-        write_atomic(path, secrets.token_bytes(SECRET_BYTES).hex().encode(), mode=0o600)
+            folder_access.remove_drafts(path.parent, of=re.compile(re.escape(path.name)))
+        folder_access.write_atomic(path, secrets.token_bytes(SECRET_BYTES).hex().encode(), mode=0o600)
     return read_secret(path)
 
 
@@ -177,7 +165,7 @@ def read_secret(path: Path) -> bytes:
     if not path.exists():
         raise ConfigError(f"no secret {path}; copy it there from where its site keeps it, beside --to")
     try:
-        secret = bytes.fromhex(read_file(path, max_bytes=8 * SECRET_BYTES).decode("ascii"))
+        secret = bytes.fromhex(folder_access.read_file(path, max_bytes=8 * SECRET_BYTES).decode("ascii"))
     except (OSError, ValueError):
         secret = b""
     if len(secret) != SECRET_BYTES:

@@ -17,17 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.folder_access import (
-    MOST_JSON_BYTES,
-    MOST_ROWS_BYTES,
-    cut_file,
-    open_to_append,
-    opened_folder,
-    os_errors_with_path,
-    read_file,
-    read_written,
-    write_atomic,
-)
+from atlas_fl.storage import folder_access
 
 LINE_WIDTH = 120
 MOST_DEPTH = 64
@@ -157,7 +147,7 @@ def write_json(path: Path, value: object, *, within: Path | None = None) -> str:
         DataError: a number is NaN or infinite.
     """
     content = encode_json(value)
-    write_atomic(path, content, within=within)
+    folder_access.write_atomic(path, content, within=within)
     return sha256(content).hexdigest()
 
 
@@ -168,7 +158,7 @@ def read_json(path: Path, *, within: Path | None = None) -> Any:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return from_json(read_written(path, max_bytes=MOST_JSON_BYTES, within=within))
+        return from_json(folder_access.read_written(path, max_bytes=folder_access.MOST_JSON_BYTES, within=within))
     except ValueError as error:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
@@ -216,7 +206,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Any =
     """
     lines = "".join([to_json(row) + "\n" for row in rows]).encode()
     is_new = not os.path.lexists(path)
-    with os_errors_with_path(path), open_to_append(path) as file:
+    with folder_access.os_errors_with_path(path), folder_access.open_to_append(path) as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -224,7 +214,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Any =
     if running is not None:
         running.update(lines)
     if is_new:
-        with opened_folder(path.parent) as folder:
+        with folder_access.opened_folder(path.parent) as folder:
             os.fsync(folder)
     return length
 
@@ -239,7 +229,7 @@ def truncate_to(path: Path, offset: int) -> None:
     if length < offset:
         raise CheckpointError(f"{path} holds {length} bytes, its checkpoint {offset}: rows are lost; repeat the run")
     if length > offset:
-        cut_file(path, offset)
+        folder_access.cut_file(path, offset)
 
 
 def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
@@ -252,7 +242,7 @@ def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
         OSError: it cannot be read, is a link or no regular file, or is too large.
     """
     try:
-        content = read_file(path, max_bytes=MOST_ROWS_BYTES)
+        content = folder_access.read_file(path, max_bytes=folder_access.MOST_ROWS_BYTES)
     except FileNotFoundError:
         return []
     rows = []
