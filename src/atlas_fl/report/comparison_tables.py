@@ -176,7 +176,8 @@ def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, s
     tables: list[str] = []
     for federation, comparison in comparisons.items():
         named = {"federation": federation}
-        methods += [{**named, "method": name, **_flat(asdict(row))} for name, row in comparison.rows.items()]
+        for name, row in comparison.rows.items():  # first how many seeds and clients there are
+            methods.append({**named, "method": name, **_flat({"statistics": {}} | asdict(row))})
         named["control"] = comparison.control
         pairs += [{**named, "method": name, **_flat(asdict(pair))} for name, pair in comparison.pairs.items()]
         tables.append(f"% {federation}")
