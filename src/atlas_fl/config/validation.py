@@ -7,26 +7,17 @@ imported inside the checks, because importing them takes seconds.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from atlas_fl.config import schema
 from atlas_fl.config.conflicts import check_conflicts
 from atlas_fl.config.methods import knob_values, method_class, with_method_settings
 from atlas_fl.config.presets import check_dial
-from atlas_fl.config.schema import (
-    ALL_CLASSES,
-    WILDCARD,
-    ClusteringConfig,
-    Config,
-    RanksConfig,
-    TrainingConfig,
-    cuts_by_name,
-    parse_arrivals,
-)
 from atlas_fl.config.settings import check_range, settings, value_of
 from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
 
 
-def validate(config: Config, *, at_sites: bool = False) -> Config:
+def validate(config: schema.Config, *, at_sites: bool = False) -> schema.Config:
     """The config with the settings of its strategy; every type, range, contradiction and name is checked.
 
     The settings of a published method are written into it (`config.methods`), as are the digests of its plug-ins, which
@@ -64,12 +55,12 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     return config
 
 
-def _check_clients(config: Config, *, at_sites: bool) -> None:
+def _check_clients(config: schema.Config, *, at_sites: bool) -> None:
     """Raise ConfigError unless there are tasks, and arrivals and clusters fit the clients."""
     data = config.data
     if not data.tasks and not data.task:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
-    for client, join_round in parse_arrivals(data.arrive).items():
+    for client, join_round in schema.parse_arrivals(data.arrive).items():
         if join_round > config.training.rounds:
             raise ConfigError(
                 f"--arrive lets {client} join before round {join_round}, and the run has {config.training.rounds};"
@@ -79,7 +70,7 @@ def _check_clients(config: Config, *, at_sites: bool) -> None:
         check_cluster_counts(config.clustering, clients=None)
 
 
-def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
+def check_cluster_counts(clustering: schema.ClusteringConfig, *, clients: int | None) -> None:
     """Raise ConfigError unless so many clients, or a number not known yet, can be in clusters as these settings say."""
     clusters, number = clustering.clusters, parse_integer(clustering.clusters) or 0
     if clusters not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
@@ -90,7 +81,7 @@ def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -
         raise invalid_value("--min-cluster-size", clustering.min_cluster_size, allowed)
 
 
-def _check_ranks(ranks: RanksConfig) -> None:
+def _check_ranks(ranks: schema.RanksConfig) -> None:
     rank = parse_integer(ranks.ranks)
     if rank is not None and rank not in ranks.candidates:
         listed = ", ".join(map(str, ranks.candidates))
@@ -105,7 +96,7 @@ def _check_ranks(ranks: RanksConfig) -> None:
         )
 
 
-def _registries(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
+def _registries(config: schema.Config) -> Iterator[tuple[str, str, Collection[str]]]:
     """(place, name, known names) of every setting that names an entry of a registry."""
     from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
     from atlas_fl.data.partition import NATURAL, PARTITIONS, PATHOLOGICAL
@@ -113,13 +104,13 @@ def _registries(config: Config) -> Iterator[tuple[str, str, Collection[str]]]:
 
     yield "name in --partition", config.data.partition, [*PARTITIONS, NATURAL, PATHOLOGICAL]
     yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS]
-    if config.training.trainer != TrainingConfig().trainer:
+    if config.training.trainer != schema.TrainingConfig().trainer:
         yield "name in --trainer", config.training.trainer, registered_names()["trainer"]
     if parse_integer(config.ranks.ranks) is None:
         yield "allocator for --ranks", config.ranks.ranks, [*ALLOCATORS, "one of --candidates"]
 
 
-def _check_names(config: Config) -> None:
+def _check_names(config: schema.Config) -> None:
     """Raise AtlasError, with the nearest known name, for a name that no registry holds."""
     from atlas_fl.data.registry import check_one_kind, find_tasks
     from atlas_fl.methods.update_filters import make_filter
@@ -137,7 +128,7 @@ def _check_names(config: Config) -> None:
         locate_model(config.model.model)
 
 
-def _check_tasks(config: Config, *, at_sites: bool) -> None:
+def _check_tasks(config: schema.Config, *, at_sites: bool) -> None:
     """Raise ConfigError unless the clients of these tasks can share what the settings deal out to them."""
     from atlas_fl.data.clients import client_names
     from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
@@ -161,7 +152,7 @@ def _check_tasks(config: Config, *, at_sites: bool) -> None:
         check_cluster_counts(config.clustering, clients=len(clients))
         cut = [joint_name(names)] if data.one_task else names
         check_cut_names(config.split.split, {*cut, *clients, *devices})
-    if config.images.nc != ALL_CLASSES:
+    if config.images.nc != schema.ALL_CLASSES:
         for task in tasks:
             check_classes(data.clients_per_task, task.num_labels, int(config.images.nc))
 
@@ -174,4 +165,4 @@ def check_cut_names(split: str, names: Collection[str]) -> None:
 
 def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
     """Names in `--split` beside these clients, tasks and devices."""
-    return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
+    return sorted(set(schema.cuts_by_name(split)) - {schema.WILDCARD, *names})

@@ -13,18 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from atlas_fl.data import formats
 from atlas_fl.data.chat import choices_fault, conversation_fault, turns_fault
-from atlas_fl.data.formats import (
-    FAULTS,
-    FORMATS,
-    Item,
-    Reading,
-    check_columns,
-    class_names_of,
-    ending_of,
-    most_bytes,
-    with_class_names,
-)
 from atlas_fl.errors import DataError, first_of, short_repr
 from atlas_fl.rng import generator
 from atlas_fl.storage.folder_access import check_regular
@@ -133,16 +123,16 @@ def read_table(path: Path, *, class_names: bool = False) -> Table:
 
     With `class_names` a column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers.
     """
-    return read_rows([path], Reading(class_names=class_names))[0]
+    return read_rows([path], formats.Reading(class_names=class_names))[0]
 
 
-READERS: dict[str, Callable[[Path], Table]] = dict.fromkeys(FORMATS, read_table)
+READERS: dict[str, Callable[[Path], Table]] = dict.fromkeys(formats.FORMATS, read_table)
 """By ending; those of `data.formats` are read row by row, those of plug-ins whole."""
 
 
-def read_folder(folder: Path, reading: Reading | None = None) -> tuple[dict[str, Table], tuple[str, ...]]:
+def read_folder(folder: Path, reading: formats.Reading | None = None) -> tuple[dict[str, Table], tuple[str, ...]]:
     """Tables of a folder by split, of `split_files` or a saved `DatasetDict`, and remarks on them."""
-    reading = reading or Reading()
+    reading = reading or formats.Reading()
     unread: list[str] = []
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         saved = {split: _dataset_items(rows, reading) for split, rows in _read_saved(folder).items()}
@@ -160,7 +150,7 @@ def left_out_note(paths: Sequence[str], *, since: str = "whose names are of no s
     return (f"{len(paths):,} files are left out, {since}: {first_of(paths)}",) if paths else ()
 
 
-def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+def read_rows(paths: Sequence[Path], reading: formats.Reading) -> tuple[Table, tuple[str, ...]]:
     """Columns of files, one after another, and remarks on them.
 
     Raises:
@@ -170,46 +160,46 @@ def read_rows(paths: Sequence[Path], reading: Reading) -> tuple[Table, tuple[str
     return _choose({str(path): _items(path, reading) for path in paths}, reading)
 
 
-def _items(path: Path, reading: Reading) -> Iterator[Item]:
+def _items(path: Path, reading: formats.Reading) -> Iterator[formats.Item]:
     if not path.exists():
         raise DataError(f"there is no file {path}; check the path")
     if path.is_dir():
         raise DataError(f"{path} is a folder and no file; give the file, or rename the folder")
-    ending = ending_of(path)
+    ending = formats.ending_of(path)
     if ending not in READERS:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
         check_regular(path)
-        if ending not in FORMATS:
+        if ending not in formats.FORMATS:
             table = READERS[ending](path)
-            check_columns(list(table), reading, origin=path)
+            formats.check_columns(list(table), reading, origin=path)
             yield from _table_items(table)
             return
         with path.open("rb") as raw:
-            yield from FORMATS[ending](raw, path, reading)
+            yield from formats.FORMATS[ending](raw, path, reading)
     except UnicodeError as error:
         encoding = reading.encoding or getattr(error, "encoding", "utf-16").replace("charmap", "utf-8 or cp1252")
         told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
         raise DataError(f"cannot read {path}: {told}") from error
-    except FAULTS as error:
+    except formats.FAULTS as error:
         reason = " ".join(str(error).split())[:200]
         remedy = "" if ";" in reason else "; mend the file or save it as jsonl or parquet"
         raise DataError(f"cannot read {path}: {reason}{remedy}") from error
 
 
-def _table_items(table: Table) -> Iterator[Item]:
+def _table_items(table: Table) -> Iterator[formats.Item]:
     rows = enumerate(zip(*table.values()), start=1)
     return ((number, dict(zip(table, row))) for number, row in rows)
 
 
-def _dataset_items(rows: Any, reading: Reading) -> Iterator[Item]:
-    check_columns(rows.column_names, reading, origin="the data set")
-    known = class_names_of(rows.features) if reading.class_names else {}
+def _dataset_items(rows: Any, reading: formats.Reading) -> Iterator[formats.Item]:
+    formats.check_columns(rows.column_names, reading, origin="the data set")
+    known = formats.class_names_of(rows.features) if reading.class_names else {}
     wanted = rows.with_format(None).select_columns(list(reading.names) or rows.column_names)
-    yield from ((at, with_class_names(values, known)) for at, values in enumerate(wanted, start=1))
+    yield from ((at, formats.with_class_names(values, known)) for at, values in enumerate(wanted, start=1))
 
 
-def _choose(sources: Mapping[str, Iterable[Item]], reading: Reading) -> tuple[Table, tuple[str, ...]]:
+def _choose(sources: Mapping[str, Iterable[formats.Item]], reading: formats.Reading) -> tuple[Table, tuple[str, ...]]:
     """The rows of these sources, by their names in messages, in their order."""
     first, *more = sources
     chosen = _Chosen(reading=reading, origin=f"{first} and {len(more)} more" if more else first)
@@ -220,7 +210,7 @@ def _choose(sources: Mapping[str, Iterable[Item]], reading: Reading) -> tuple[Ta
             if not isinstance(values, str) and not values.keys() <= names.keys():
                 names |= dict.fromkeys(values)
         if names:
-            check_columns(list(names), reading, origin=origin)
+            formats.check_columns(list(names), reading, origin=origin)
     return chosen.table()
 
 
@@ -228,7 +218,7 @@ def _choose(sources: Mapping[str, Iterable[Item]], reading: Reading) -> tuple[Ta
 class _Chosen:
     """Rows that are kept of all that come, and what was wrong with others."""
 
-    reading: Reading
+    reading: formats.Reading
     origin: str
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     """The place of each among all that could be kept, and its values, or one mapping of all its values."""
@@ -236,7 +226,7 @@ class _Chosen:
     flaws: dict[str, list[str]] = field(default_factory=dict)
     """The first rows that have problems, by problem."""
     remarks: list[str] = field(default_factory=list)
-    most_bytes: int = field(default_factory=most_bytes)
+    most_bytes: int = field(default_factory=formats.most_bytes)
     num_bytes: int = 0
     rng: np.random.Generator = field(default_factory=lambda: generator(_SEED, "rows"))
 
@@ -325,7 +315,7 @@ def _size(row: Iterable[Any]) -> int:
 
 def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
     """The values of a column, texts or numbers; a `DataError` as of a file that is read."""
-    return _choose({str(origin): _table_items(table)}, Reading(columns=((name, "text"),)))[0][name]
+    return _choose({str(origin): _table_items(table)}, formats.Reading(columns=((name, "text"),)))[0][name]
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
@@ -335,7 +325,7 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
 
 def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
     """Tables of a `datasets.DatasetDict` by split; with the names of its classes, or their numbers."""
-    reading = Reading(class_names=class_names)
+    reading = formats.Reading(class_names=class_names)
     items = {split: _dataset_items(rows, reading) for split, rows in _by_split(data).items()}
     return {split: _choose({split: rows}, reading)[0] for split, rows in items.items()}
 
@@ -359,11 +349,11 @@ def _read_saved(folder: Path) -> dict[str, Any]:
 def _tables_in(folder: Path) -> list[Path]:
     # what begins with a dot or with Excel's mark of an open file is a program's own
     paths = (path for path in folder.iterdir() if not path.name.startswith((".", "~$")))
-    return sorted(path for path in paths if ending_of(path) in READERS)
+    return sorted(path for path in paths if formats.ending_of(path) in READERS)
 
 
 def _stem(path: Path) -> str:
-    ending = ending_of(path)
+    ending = formats.ending_of(path)
     return path.name.lower()[: -len(ending) if ending in READERS else None]
 
 
