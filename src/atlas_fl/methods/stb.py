@@ -56,5 +56,4 @@ class SimilarityTests(FromHalves):
         self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
     ) -> Float64[np.ndarray, "n n"]:
         """The rows m_k; numbers of examples count by the noise alone."""
-        del examples
         return neighbour_rows(*measure(gram), zeta=self.stb_zeta, c=self.stb_c)
