@@ -8,7 +8,6 @@ Li, Hu, Beirami and Smith 2021, "Ditto: Fair and robust federated learning throu
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.params import ByClient
 
@@ -25,12 +24,3 @@ class Ditto(SecondModel):
     def training_options(self) -> dict[str, Any]:
         """lambda."""
         return {"proximal_mu": self.second_weight}
-
-
-DITTO = PublishedMethod(
-    summary="Ditto: FedAvg, and own models pulled to it (Li et al. 2021, arXiv:2012.04221).",
-    differs="whole models",
-    rule="fedavg",
-    settings={"second_model": "proximal", **FACTORS},
-    equal_ranks=True,
-)

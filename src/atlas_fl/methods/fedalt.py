@@ -12,7 +12,7 @@ goes on with this mean: it stands, frozen, beside the client's own adapter, and 
 import numpy as np
 
 from atlas_fl.aggregation.rules import MixingContext, weighted_average
-from atlas_fl.methods.method import Method, PublishedMethod
+from atlas_fl.methods.method import Method
 
 
 class FedAvgOfOthers(Method):
@@ -30,18 +30,3 @@ class FedAvgOfOthers(Method):
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The average of the others."""
         return weighted_average(self.options, step)
-
-
-FEDALT = PublishedMethod(
-    summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
-    differs="the others are weighted by examples, there equally",
-    rule="fedavg_of_others",
-    settings={
-        "personal_models": True,
-        "second_model": "stacked",
-        "second_gate": "input",
-        "space": "factors",
-        "share": ("A", "B"),
-    },
-    equal_ranks=True,
-)

@@ -17,7 +17,7 @@ from jaxtyping import Float64
 
 from atlas_fl.aggregation.rules import MixingContext, present_by_group, weighted_average
 from atlas_fl.methods.knobs import Range
-from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
+from atlas_fl.methods.method import Method
 from atlas_fl.methods.robust import model_distances
 
 
@@ -57,13 +57,3 @@ class FedAvgByDistance(Method):
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The average of the others."""
         return weighted_average(self.options, step)
-
-
-FEDAMP = PublishedMethod(
-    summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
-    differs="whole models; sigma counts mean squared distances of a round; heads have distances of their own",
-    rule="fedavg_by_distance",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)

@@ -21,7 +21,7 @@ from atlas_fl.aggregation import rules
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -98,11 +98,3 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
         rows = np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step))
         sums = rows.sum(axis=1, keepdims=True)
         return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
-
-
-FEDTREELORA_OUTSIDE = PublishedMethod(
-    summary="FedTreeLoRA with its frozen adapter of everybody outside the cluster (ICML 2026, arXiv:2603.13282).",
-    differs="the outside adapters go down in every round; updates build the tree",
-    rule="fedavg_in_tree_and_outside",
-    settings=FACTORS,
-)
