@@ -57,9 +57,13 @@ def average(
     for label in set(groups.tolist()) if max_share < 1 else ():
         inside = np.flatnonzero((groups == label) & present)
         weighted[inside] = bounded_weights(weighted[inside], max_share)
-    share = np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0)
-    total = share.sum(axis=1, keepdims=True)
-    return np.where(total > 0, share / np.where(total > 0, total, 1.0), np.eye(len(groups)))
+    return rows_over_sums(np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0))
+
+
+def rows_over_sums(weights: np.ndarray) -> np.ndarray:
+    """The rows (n, n) of weights at least 0 divided by their sums; those of the identity where a row has only zeros."""
+    sums = weights.sum(axis=1, keepdims=True)
+    return np.where(sums > 0, weights / np.where(sums > 0, sums, 1.0), np.eye(len(weights)))
 
 
 def bounded_weights(weights: Float64[np.ndarray, " n"], max_share: float) -> Float64[np.ndarray, " n"]:

@@ -10,11 +10,13 @@ from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
 
+from atlas_fl.aggregation.lora_product import energy_share
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
-from atlas_fl.aggregation.mixing import Mixed, Reduce, mix
+from atlas_fl.aggregation.mixing import Mixed, Mixture, Reduce
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
 
 Matrices: TypeAlias = Callable[[str], np.ndarray]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
@@ -205,20 +207,45 @@ class StrategyOptions:
         return self.rounds - self.personal_rounds
 
 
-def mix_by_space(
-    models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
+def mix(
+    models: ByClient, matrices: Matrices, clients: Sequence[str], options: StrategyOptions, reduce: Reduce | None = None
 ) -> Mixed:
-    """The models mixed by these matrices, in the space of the options."""
-    return mix(
-        models,
-        matrices,
-        clients=federation.clients,
-        share=options.share,
-        space=options.space,
+    """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
+
+    In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
+    client's own rank. Who has the identity's row keeps the very same tensors. Raises ProtocolError where models that
+    should mix hold different tensors.
+
+    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
+    value, in product space those of the dense updates.
+    """
+    params = tuple(models[client] for client in clients)
+    mixture = Mixture(
+        params=params,
+        clients=tuple(clients),
+        matrices=matrices,
         align=options.align,
         scale=options.scale,
         reduce=reduce,
     )
+    shared = dict.fromkeys(key for one in params for key in shared_params(one, options.share))
+    in_factors = options.space == "factors"
+    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
+    modules = [] if in_factors else sorted(key.removesuffix(LORA_A) for key in shared if key.endswith(LORA_A))
+    new: dict[int, dict[str, Tensor]] = {}
+    for key in (key for key in shared if in_factors or not key.endswith((LORA_A, LORA_B))):
+        for targets, tensor in mixture.mix_tensor(key):
+            for k in targets:
+                new.setdefault(k, dict(params[k]))[key] = tensor
+    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
+    for module in modules:
+        for group in mixture.groups(module + LORA_A):
+            for k, a, b, lost, whole in mixture.mix_product(group, module):
+                new.setdefault(k, dict(params[k])).update({module + LORA_A: a, module + LORA_B: b})
+                thrown[clients[k]] += lost
+                total[clients[k]] += whole
+    moved = {client: new.get(k, params[k]) for k, client in enumerate(clients)}
+    return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
 def weighted_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:

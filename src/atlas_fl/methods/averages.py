@@ -30,6 +30,10 @@ class Averaging(Method):
         """The shares of the examples in each row."""
         return weighted_average(self.options, step)
 
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The same, whatever rule follows."""
+        return weighted_average(self.options, step)
+
 
 class AveragingFactors(Averaging):
     """The same of A and B apart, of clients of one rank."""

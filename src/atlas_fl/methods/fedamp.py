@@ -15,9 +15,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float64
 
-from atlas_fl.aggregation.rules import MixingContext, present_by_group, weighted_average
+from atlas_fl.aggregation.rules import MixingContext, present_by_group
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range
-from atlas_fl.methods.method import Method
 from atlas_fl.methods.robust import model_distances
 
 
@@ -33,7 +33,7 @@ def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgByDistance(Method):
+class FedAvgByDistance(Averaging):
     """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
 
     attention_alpha: Annotated[float, Range(above=0, most=1)] = 1.0
@@ -53,7 +53,3 @@ class FedAvgByDistance(Method):
             rows = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
             matrix[np.ix_(inside, inside)] = rows
         return matrix
-
-    def arrival(self, step: MixingContext) -> np.ndarray:
-        """The average of the others."""
-        return weighted_average(self.options, step)

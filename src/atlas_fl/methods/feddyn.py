@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
@@ -66,13 +65,8 @@ def _mean_change(changes: ByClient, key: str, cohort: Cohort, federation: Federa
     total = torch.zeros((), dtype=torch.float64)
     for k, weight in cohort.weights.items():
         change = changes.get(federation.clients[k], {}).get(key)
-        if change is None:
-            continue
-        if total.ndim and total.shape != change.shape:
-            raise ProtocolError(
-                f"{key} has shapes {tuple(total.shape)} and {tuple(change.shape)}; one model needs equal ones"
-            )
-        total = total + weight * change.double()
+        if change is not None:
+            total = total + weight * change.double()
     return total
 
 

@@ -32,10 +32,11 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group, weighted_average
+from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group
 from atlas_fl.errors import short_repr
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Method, Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
 
 FEATURES = "class_features"
@@ -92,7 +93,7 @@ def combination_rows(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierCollaboration(Method):
+class ClassifierCollaboration(Averaging):
     """One average over all clients; last layers of heads inside a task by how near classes' features are (FedPAC).
 
     Who took no part keeps its head. Where nobody has reported features yet, heads are averaged by examples.
@@ -170,10 +171,6 @@ class ClassifierCollaboration(Method):
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The features of this aggregation in the place of those of the last one."""
         return {**server_state, FEATURES: dict(reports)}
-
-    def arrival(self, step: MixingContext) -> np.ndarray:
-        """The shares of the examples."""
-        return weighted_average(self.options, step)
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples; of last layers of heads the weights m_k."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation import rules
+from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Range, Tried
@@ -82,7 +83,7 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
             granularity="layer",
             models=models,
         )
-        mixed = rules.mix_by_space(after, matrices, federation, self.options, None).by_client
+        mixed = rules.mix(after, matrices, federation.clients, self.options).by_client
         outside = {
             name: {
                 key: one
@@ -95,6 +96,4 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
 
     def _others(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples of everybody outside the cluster; who has nobody there keeps its model."""
-        rows = np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step))
-        sums = rows.sum(axis=1, keepdims=True)
-        return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
+        return rows_over_sums(np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step)))

@@ -344,7 +344,7 @@ class Method(Part):
             before=inputs.client_models, after=after, server_state=server_state, answers=inputs.answers
         )
         matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
-        mixed = rules.mix_by_space(after, matrices, federation, self.options, self.reduce)
+        mixed = rules.mix(after, matrices, federation.clients, self.options, self.reduce)
         done = Aggregated(
             server_state=server_state,
             client_models=mixed.by_client,
@@ -380,7 +380,7 @@ class Method(Part):
             return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
 
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
-        by_client = rules.mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
+        by_client = rules.mix(everyone, rows, federation.clients, self.options, self.reduce).by_client
         return {client: by_client[client] for client in fresh}
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:

@@ -304,7 +304,6 @@ def save_classifier(
     *,
     labels: Sequence[str],
     multilabel: bool = False,
-    within: Path | None = None,
 ) -> None:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 
@@ -326,10 +325,10 @@ def save_classifier(
         key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor
         for key, tensor in {**backbone.frozen, **params}.items()
     }
-    save_stock(AutoModelForSequenceClassification, config, tensors, backbone.tokenizer, folder, within=within)
+    save_stock(AutoModelForSequenceClassification, config, tensors, backbone.tokenizer, folder)
 
 
-def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: Path, *, within: Path | None) -> None:
+def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: Path) -> None:
     """Write the stock model of this config with these tensors, and what prepares its input, as a folder."""
     with loading_lock():
         model = auto.from_config(config, trust_remote_code=False)
@@ -337,7 +336,7 @@ def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: 
         assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
         stored = [key for key in model.state_dict() if key in tensors]
         model.load_state_dict({key: tensors[key].cpu() for key in stored}, strict=False)
-        with atomic_folder(folder, within=within) as draft:
+        with atomic_folder(folder) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)
 

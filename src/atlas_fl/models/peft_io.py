@@ -58,12 +58,10 @@ def export_adapter(
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
-    within: Path | None = None,
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    The folder is there in full, or not at all, and no part of its path below `within` is a link
-    (`storage.files.atomic_folder`).
+    The folder is there in full, or not at all (`storage.files.atomic_folder`).
 
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
@@ -95,7 +93,7 @@ def export_adapter(
     )
     config.target_modules = sorted(names.values())  # PEFT makes a set of it, whose order is another in every process
     tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
-    with atomic_folder(folder, within=within) as draft:
+    with atomic_folder(folder) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
         write_labels(draft, labels)
