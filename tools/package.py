@@ -35,6 +35,7 @@ FIRST = (
     "config/presets.toml",
     "config/conflicts.tsv",
     "methods/published.toml",
+    "models/known.toml",
     "report/html/page.html.jinja",
     "report/results_page.md.jinja",
     "report/html/page.css",

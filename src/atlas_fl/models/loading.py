@@ -88,7 +88,7 @@ def load_backbone(
     if family.images:
         raise ModelError(
             f"model {name!r} has the architecture {family.model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-            " choose one of these or add a Family in models/registry.py"
+            " choose one of these or add a Family in models/known.toml"
         )
     if family.stock:
         return _load_stock_backbone(name, source, family, device=device, writes=writes, weights=weights)
