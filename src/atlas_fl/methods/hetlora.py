@@ -9,7 +9,6 @@ own ranks during training is left out.
 """
 
 import numpy as np
-from jaxtyping import Float64
 
 from atlas_fl.aggregation.matrices import average
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions
@@ -39,11 +38,8 @@ class FedAvgByNorm(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the norms."""
-        weights = self._weights(step)
+        weights = step.federation.weights
+        if step.models is not None and not step.parameters.is_head:
+            norms = np.array([update_norm(step.models.after[name], self.options) for name in step.federation.clients])
+            weights = norms if (norms * step.present).any() else weights
         return np.asarray(average(weights, step.groups, step.present, max_share=self.options.max_share))
-
-    def _weights(self, step: MixingContext) -> Float64[np.ndarray, " n"]:
-        if step.models is None or step.parameters.is_head:
-            return step.federation.weights
-        norms = np.array([update_norm(step.models.after[name], self.options) for name in step.federation.clients])
-        return norms if (norms * step.present).any() else step.federation.weights

@@ -179,9 +179,9 @@ _KNOWN = tomllib.loads(resources.files(models).joinpath("known.toml").read_text(
 
 def _family(model_type: str, row: Mapping[str, Any]) -> Family:
     """The family of a row of `known.toml`; TOML has lists where it has tuples."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    head = tuple(Dense(**layer) for layer in row["head"])
-    return Family(**{"prefix": model_type, **values, "model_type": model_type, "head": head})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["head"] = tuple(Dense(**layer) for layer in row["head"])
+    return Family(**{"prefix": model_type, **values}, model_type=model_type)
 
 
 _FAMILIES = {
