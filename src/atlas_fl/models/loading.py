@@ -460,14 +460,13 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
 
 def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
     """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
-    family = backbone.family
-    tensors: dict[str, Tensor] = {}
-    stem = tuple(f"{module}." for module in family.stem)
-    for name, tensor in backbone.parameters.items():
-        in_block = name.startswith(family.blocks + ".")
-        if name.startswith(stem) or (in_block and block_index(backbone, name) < blocks):
-            tensors[name] = tensor
-    return tensors
+    stem = tuple(f"{module}." for module in backbone.family.stem)
+    inside = f"{backbone.family.blocks}."
+    return {
+        name: tensor
+        for name, tensor in backbone.parameters.items()
+        if name.startswith(stem) or (name.startswith(inside) and block_index(backbone, name) < blocks)
+    }
 
 
 def first_line(error: Exception) -> str:

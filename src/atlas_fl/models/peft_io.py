@@ -71,15 +71,9 @@ def export_adapter(
     by_module = ranks(params)
     names = {module: family.stock_name(module) for module in by_module}
     max_rank = max(by_module.values())
-    classifies = bool(head_keys(params))
+    classifies, writer = bool(head_keys(params)), "SEQ_2_SEQ_LM" if family.seq2seq else "CAUSAL_LM"
     config = LoraConfig(
-        task_type=None
-        if family.images
-        else "SEQ_CLS"
-        if classifies
-        else "SEQ_2_SEQ_LM"
-        if family.seq2seq
-        else "CAUSAL_LM",
+        task_type=None if family.images else "SEQ_CLS" if classifies else writer,
         base_model_name_or_path=base,
         inference_mode=True,
         r=max_rank,
