@@ -28,7 +28,7 @@ from atlas_fl.aggregation.matrices import Federation, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, StepInputs
-from atlas_fl.params import ServerState
+from atlas_fl.params import ServerState, subtree, tensors
 
 LARGEST_WHOLE = 2
 """Largest cluster that is never cut."""
@@ -41,13 +41,10 @@ def clusters_by_client(federation: Federation, clusters: Int64[np.ndarray, " n"]
     return {client: torch.tensor(int(k)) for client, k in zip(federation.clients, clusters, strict=True)}
 
 
-def clusters_in(state: Tensor | ServerState | None, federation: Federation) -> Int64[np.ndarray, " n"]:
-    """The clusters of the clients, in their order, from such an entry of a server state; one cluster without it."""
-    if state is None:
-        return np.zeros(len(federation.clients), np.int64)
-    assert not isinstance(state, Tensor), "the clusters are by client"
-    numbers = [state[client] for client in federation.clients]
-    return np.array([int(number) for number in numbers if isinstance(number, Tensor)], np.int64)
+def clusters_in(entry: ServerState, federation: Federation) -> Int64[np.ndarray, " n"]:
+    """The clusters of the clients, in their order, by such an entry of a server state; one cluster by an empty one."""
+    labels = tensors(entry)
+    return np.array([int(labels[client]) if labels else 0 for client in federation.clients], np.int64)
 
 
 def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, options: StrategyOptions) -> np.ndarray:
@@ -59,7 +56,7 @@ def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, optio
 def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray:
     """The rows of averages inside the clusters of the server state, and the step's groups."""
     state: ServerState = {} if step.models is None else step.models.server_state
-    return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
+    return average_inside(clusters_in(subtree(state, CLUSTERS), step.federation), step, options)
 
 
 def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
@@ -106,7 +103,7 @@ class Cfl(Method):
     def next_state(self, inputs: StepInputs) -> ServerState:
         """The clusters, cut by these updates."""
         present, federation = np.array(inputs.present), inputs.federation
-        clusters = clusters_in(inputs.server_state.get(CLUSTERS), federation)
+        clusters = clusters_in(subtree(inputs.server_state, CLUSTERS), federation)
         if inputs.round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
             eps_2 = self.bipartition_norm
             eps_1 = self.bipartition_ratio * eps_2

@@ -19,7 +19,6 @@ from jaxtyping import Float64, Int64
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 from sklearn.metrics import silhouette_score
-from torch import Tensor
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
@@ -27,7 +26,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, StepInputs
-from atlas_fl.params import HEAD, ByClient, ServerState, shared_params
+from atlas_fl.params import HEAD, ByClient, ServerState, shared_params, subtree
 
 CUTS = "cuts"
 """The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""
@@ -88,12 +87,11 @@ class FedTreeLora(Method):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
-        cuts = None if step.models is None else step.models.server_state.get(CUTS)
-        if cuts is None:
+        cuts = {} if step.models is None else subtree(step.models.server_state, CUTS)
+        if not cuts:
             return rules.weighted_average(self.options, step)
-        assert not isinstance(cuts, Tensor), "cuts are by layer"
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
-        return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
+        return average_inside(clusters_in(subtree(cuts, str(layer)), step.federation), step, self.options)
 
     def next_state(self, inputs: StepInputs) -> ServerState:
         """The tree, made in the first round in which everyone took part."""

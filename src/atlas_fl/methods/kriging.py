@@ -58,7 +58,16 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
-from atlas_fl.params import ByClient, Params, ServerState, shared_params, subtree, tensors
+from atlas_fl.params import (
+    ByClient,
+    Params,
+    ServerState,
+    flatten_by_client,
+    shared_params,
+    subtree,
+    tensors,
+    unflatten_by_client,
+)
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""
@@ -242,7 +251,8 @@ class FromHalves(FromStart):
         """
         # first halves together, then the second ones: a pack is no larger than that of the round
         first, second = (report.train_half(half) for half in (0, 1))
-        return {client: join_halves(first[client], second[client]) for client in report.clients}
+        halves = {client: {"first": first[client], "second": second[client]} for client in report.clients}
+        return {client: flatten_by_client(models) for client, models in halves.items()}
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
@@ -251,14 +261,12 @@ class FromHalves(FromStart):
             name: ReportTensor(
                 shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT
             )
-            for name, tensor in join_halves(model, model).items()
+            for name, tensor in flatten_by_client({"first": model, "second": model}).items()
         }
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The state with these halves."""
-        halves = {
-            client: {half: _half(report, half) for half in ("first", "second")} for client, report in reports.items()
-        }
+        halves = {client: unflatten_by_client(report) for client, report in reports.items()}
         return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
@@ -453,12 +461,6 @@ class Atlas(Kriging):
     fixed: ClassVar = {"within": rules.CLUSTERS}
 
 
-def join_halves(first: Params, second: Params) -> Params:
-    """Report of two trained halves, each tensor under the name of its half."""
-    named = (("first/", first), ("second/", second))
-    return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
-
-
 def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
     """tau^2 / N from the inner products of halves, 0 at least; None of one client and without noise."""
     noise = measure(gram)[1]
@@ -472,9 +474,3 @@ def variance_between(gram: Float64[np.ndarray, "n2 n2"]) -> float:
     covariance, n = measure(gram)[0], len(gram) // 2
     own = float(np.trace(covariance)) / max(1, n)
     return 0.0 if n < 2 else own - (float(covariance.sum()) - own * n) / (n * (n - 1))
-
-
-def _half(report: Params, half: str) -> Params:
-    """Report of one half, by parameter."""
-    start = f"{half}/"
-    return {key.removeprefix(start): tensor for key, tensor in report.items() if key.startswith(start)}

@@ -94,8 +94,7 @@ def image_features(
     Tensors that `params` lacks are the backbone's own; its head is not looked at.
     """
     tensors = {vision.classifier_names[key]: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    features: Tensor = functional_call(vision.model, tensors, (pixels,)).logits
-    return features
+    return functional_call(vision.model, tensors, (pixels,)).logits
 
 
 def run_image_blocks(
