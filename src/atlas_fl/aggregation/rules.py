@@ -95,15 +95,14 @@ Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
 """M (n, n), row-stochastic, of one step."""
 
 
-def within_clusters(step: MixingContext) -> Int64[np.ndarray, " n"]:
-    """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
-    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
-    return group_ids(list(labels))
-
-
 def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
-    """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
-    return within_clusters(step) if within == CLUSTERS else step.groups
+    """The step's groups, with `within` as `clusters` cut at the borders of clusters.
+
+    Who is undecided is then a group of its own.
+    """
+    if within != CLUSTERS:
+        return step.groups
+    return group_ids(list(zip(cluster_labels(step.federation.clusters), step.groups.tolist())))
 
 
 def present_by_group(groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]) -> Iterator[list[int]]:
@@ -248,13 +247,7 @@ def mix(
     return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
-def weighted_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
-    """The rows of one average over each group, weighted by examples, over those who are present."""
-    weights = step.federation.weights
-    return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
-
-
-def clustered_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
-    """The same inside each cluster."""
-    weights = step.federation.weights
-    return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))
+def weighted_average(options: StrategyOptions, step: MixingContext, *, within: str = "all") -> np.ndarray:
+    """The rows of one average over each group, or inside each cluster, weighted by examples, over who is present."""
+    groups = groups_within(step, within)
+    return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))

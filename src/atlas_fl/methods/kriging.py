@@ -341,7 +341,7 @@ class Kriging(FromHalves):
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The average by examples; inside clusters with `--within clusters`."""
         is_clustered = shares_cluster(step.federation.clusters) & self.clustered
-        inside = rules.clustered_average(self.options, step)
+        inside = rules.weighted_average(self.options, step, within=rules.CLUSTERS)
         return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
 
     def predict_rows(
@@ -370,7 +370,7 @@ class Kriging(FromHalves):
             return result
         clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
         alike = alike_in_cluster(gram, clusters)
-        result[known[alike]] = rules.clustered_average(self.options, step)[known[alike]]
+        result[known[alike]] = rules.weighted_average(self.options, step, within=rules.CLUSTERS)[known[alike]]
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]

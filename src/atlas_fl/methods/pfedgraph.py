@@ -19,7 +19,7 @@ from jaxtyping import Float64
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
@@ -103,5 +103,4 @@ class PFedGraph(FromStart):
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples."""
-        groups = rules.groups_within(step, self.options.within)
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+        return rules.weighted_average(self.options, step, within=self.options.within)

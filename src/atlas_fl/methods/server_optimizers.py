@@ -190,8 +190,7 @@ class ByCohort(Method):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside each cohort."""
-        groups = rules.groups_within(step, self.options.within)
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+        return rules.weighted_average(self.options, step, within=self.options.within)
 
     def next_values(self, inputs: StepInputs) -> NextValue:
         """The step of a value in this round; by default to the average of what was trained."""
