@@ -23,7 +23,7 @@ from transformers import (
 
 from atlas_fl.errors import ModelError, short_repr
 from atlas_fl.models.loading import loading_lock, loading_options
-from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
+from atlas_fl.models.registry import KNOWN, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PARTS, Params, head_keys, lora_modules, ranks, stock_key
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
@@ -32,14 +32,6 @@ from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
 _ROOT = "base_model.model."
-_QUERY_AND_VALUE = {
-    "distilbert": ("q_lin", "v_lin"),
-    "phi3": ("qkv_proj",),
-    "modernbert": ("Wqkv",),
-    "convnext": ("pwconv1", "pwconv2"),
-    "albert": ("query", "value"),
-    **dict.fromkeys((*VISION_FAMILIES, "beit", "swin"), ("q_proj", "v_proj")),
-}
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:
@@ -47,8 +39,8 @@ def default_targets(model_type: str) -> tuple[str, ...]:
 
     PEFT adapts query and value; architectures that stand in no table of its LoRA have these under other names.
     """
-    if model_type in _QUERY_AND_VALUE:
-        return _QUERY_AND_VALUE[model_type]
+    if model_type in KNOWN["query_and_value"]:
+        return tuple(KNOWN["query_and_value"][model_type])
     table: Mapping[str, list[str] | str] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = table.get(model_type)
     if not isinstance(targets, list):

@@ -174,7 +174,8 @@ def with_trained_pooler(family: Family) -> Family:
     return replace(family, pooler=None, head=(layer, *family.head))
 
 
-_KNOWN = tomllib.loads(resources.files(models).joinpath("known.toml").read_text("utf-8"))
+KNOWN: Mapping[str, Any] = tomllib.loads(resources.files(models).joinpath("known.toml").read_text("utf-8"))
+"""What is known of models by their aliases, and of architectures by transformers' names."""
 
 
 def _family(model_type: str, row: Mapping[str, Any]) -> Family:
@@ -184,9 +185,7 @@ def _family(model_type: str, row: Mapping[str, Any]) -> Family:
     return Family(**{"prefix": model_type, **values}, model_type=model_type)
 
 
-_FAMILIES = {
-    model_type: _family(model_type, row) for row in _KNOWN["families"] for model_type in row.pop("model_types")
-}
+_FAMILIES = {model_type: _family(model_type, row) for row in KNOWN["families"] for model_type in row.pop("model_types")}
 FAMILIES: dict[str, Family] = {name: family for name, family in _FAMILIES.items() if not family.images}
 VISION_FAMILIES: dict[str, Family] = {name: family for name, family in _FAMILIES.items() if family.images}
 """Architectures that see images and whose blocks are plain transformers, so that they take adapters in packs."""
@@ -208,7 +207,7 @@ class RegisteredModel:
     note: str = ""
 
 
-MODELS: dict[str, RegisteredModel] = {alias: RegisteredModel(alias, **row) for alias, row in _KNOWN["models"].items()}
+MODELS: dict[str, RegisteredModel] = {alias: RegisteredModel(alias, **row) for alias, row in KNOWN["models"].items()}
 
 
 def locate_model(name: str) -> str:
