@@ -22,7 +22,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from atlas_fl.aggregation import lora_product
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, Square
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, is_full_model
 
@@ -65,7 +65,7 @@ class Group:
         return tuple(sorted({*self.sources, *(k for targets in self.targets for k in targets)}))
 
 
-def groups_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[Group, ...]:
+def groups_of(matrix: Square) -> tuple[Group, ...]:
     """The rows that are not those of the identity, grouped by support; equal rows appear once."""
     unmoved = np.flatnonzero((matrix == np.eye(len(matrix))).all(axis=1)).tolist()
     equal: dict[bytes, list[int]] = {}
@@ -84,7 +84,7 @@ def groups_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[Group, ...]:
     )
 
 
-def components_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[int, ...]:
+def components_of(matrix: Square) -> tuple[int, ...]:
     """A number for each client: equal where models flow between the two, directly or through others."""
     return tuple(connected_components(matrix != 0, directed=False)[1].tolist())
 

@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import energy_share
-from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
+from atlas_fl.aggregation.matrices import (
+    Chosen,
+    Federation,
+    Groups,
+    Square,
+    average,
+    cluster_labels,
+    group_ids,
+    layer_factors,
+)
 from atlas_fl.aggregation.mixing import Mixed, Mixture, Reduce
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
@@ -79,9 +87,9 @@ class MixingContext:
 
     federation: Federation
     """The clients."""
-    groups: Int64[np.ndarray, " n"]
+    groups: Groups
     """Clients of different groups must not mix."""
-    present: Bool[np.ndarray, " n"]
+    present: Chosen
     """Clients that took part."""
     eta: float
     """Size of the step."""
@@ -95,7 +103,7 @@ Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
 """M (n, n), row-stochastic, of one step."""
 
 
-def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
+def groups_within(step: MixingContext, within: str) -> Groups:
     """The step's groups, with `within` as `clusters` cut at the borders of clusters.
 
     Who is undecided is then a group of its own.
@@ -105,7 +113,7 @@ def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
     return group_ids(list(zip(cluster_labels(step.federation.clusters), step.groups.tolist())))
 
 
-def present_by_group(groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]) -> Iterator[list[int]]:
+def present_by_group(groups: Groups, present: Chosen) -> Iterator[list[int]]:
     """The clients of each group that took part, by their places."""
     for label in sorted(set(groups.tolist())):
         yield np.flatnonzero((groups == label) & present).tolist()
@@ -149,9 +157,9 @@ def mixing_matrices(
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
-    made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
+    made: dict[Hashable, Square] = {}
 
-    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+    def matrix(key: str) -> Square:
         is_head = key.startswith(HEAD)
         layer = None if is_head or factors is None else layer_of(federation, key)
         group = parameter_group(key, federation, granularity=granularity)

@@ -20,11 +20,10 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, average, group_ids
+from atlas_fl.aggregation.matrices import Chosen, Federation, Groups, Square, Vector, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, StepInputs
@@ -36,18 +35,18 @@ CLUSTERS = "clusters"
 """The entry of the server state: the cluster of every client, by name; absent before the first round."""
 
 
-def clusters_by_client(federation: Federation, clusters: Int64[np.ndarray, " n"]) -> dict[str, Tensor]:
+def clusters_by_client(federation: Federation, clusters: Groups) -> dict[str, Tensor]:
     """The clusters as a server state keeps them: a number by the client's name."""
     return {client: torch.tensor(int(k)) for client, k in zip(federation.clients, clusters, strict=True)}
 
 
-def clusters_in(entry: ServerState, federation: Federation) -> Int64[np.ndarray, " n"]:
+def clusters_in(entry: ServerState, federation: Federation) -> Groups:
     """The clusters of the clients, in their order, by such an entry of a server state; one cluster by an empty one."""
     labels = tensors(entry)
     return np.array([int(labels[client]) if labels else 0 for client in federation.clients], np.int64)
 
 
-def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, options: StrategyOptions) -> np.ndarray:
+def average_inside(clusters: Groups, step: MixingContext, options: StrategyOptions) -> np.ndarray:
     """The rows of averages inside these clusters and the step's groups."""
     groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
     return weighted_average(options, replace(step, groups=groups))
@@ -59,7 +58,7 @@ def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.nd
     return average_inside(clusters_in(subtree(state, CLUSTERS), step.federation), step, options)
 
 
-def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
+def bipartition(similarities: Square) -> Chosen:
     """Clients apart from the first one in the two parts whose largest similarity across is least.
 
     The most similar pair is joined until two parts are left (algorithm 3); of equal pairs the one of earlier clients.
@@ -73,9 +72,7 @@ def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " 
     return np.asarray(part != part[0])
 
 
-def pull_apart(
-    gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, eps_1: float, eps_2: float
-) -> bool:
+def pull_apart(gram: Square, shares: Vector, *, eps_1: float, eps_2: float) -> bool:
     """Return whether the average of updates with these inner products is below eps_1, and the longest above eps_2."""
     longest = float(np.sqrt(max(float(np.diag(gram).max()), 0.0)))
     return longest > eps_2 and float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < eps_1

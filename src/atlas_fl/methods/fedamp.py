@@ -12,15 +12,15 @@ the round, so that it means the same for every model. Heads have distances of th
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Float64
 
+from atlas_fl.aggregation.matrices import Square
 from atlas_fl.aggregation.rules import MixingContext, present_by_group
 from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.robust import model_distances
 
 
-def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float) -> Float64[np.ndarray, "n n"]:
+def attention(squares: Square, *, alpha: float, sigma: float) -> Square:
     """The rows m_k of clients with these squared distances."""
     n = len(squares)
     if n < 2:

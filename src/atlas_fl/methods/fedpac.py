@@ -31,6 +31,7 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
+from atlas_fl.aggregation.matrices import Square, Vector
 from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group
 from atlas_fl.errors import short_repr
 from atlas_fl.methods.averages import Averaging
@@ -62,9 +63,7 @@ def estimate(report: Mapping[str, Tensor]) -> tuple[Float64[np.ndarray, " size"]
     return (p[:, None] * means).ravel(), variance
 
 
-def minimize_on_simplex(
-    matrix: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, " n"]:
+def minimize_on_simplex(matrix: Square, shares: Vector) -> Vector:
     """argmin of m^T matrix m over m >= 0 with sum 1; of a matrix of zeros the shares, which are above 0.
 
     Negative eigenvalues, which only rounding can make, count as zero.
@@ -78,9 +77,7 @@ def minimize_on_simplex(
     return np.asarray(u / u.sum())
 
 
-def combination_rows(
-    reports: Sequence[Mapping[str, Tensor]], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def combination_rows(reports: Sequence[Mapping[str, Tensor]], shares: Vector) -> Square:
     """The weights m_k of every client's head, a row each, from these reports and shares of the examples."""
     estimates = [estimate(report) for report in reports]
     features, variances = np.stack([h for h, _ in estimates]), np.array([v for _, v in estimates])

@@ -24,9 +24,9 @@ model differs from another it is the average by examples.
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Float64
 
 from atlas_fl.aggregation.distances import gram_distances
+from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.kriging import FromHalves, variance_between
 
@@ -35,17 +35,15 @@ TINY = 1e-12
 
 
 def means_and_errors(
-    gram: Float64[np.ndarray, "n2 n2"],
-) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, "n n"]]:
+    gram: HalfGram,
+) -> tuple[Square, Square]:
     """Inner products of the means of both halves, and of half their differences, from those of the halves."""
     n = len(gram) // 2
     same, other = gram[:n, :n] + gram[n:, n:], gram[:n, n:] + gram[n:, :n]
     return (same + other) / 4, (same - other) / 4
 
 
-def shrinkage_rows(
-    variance: float, noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def shrinkage_rows(variance: float, noise: Vector, shares: Vector) -> Square:
     """W for this variance between clients; the shares of the examples where there is neither variance nor noise."""
     total = variance + noise
     if total.max() <= 0:
@@ -67,9 +65,7 @@ class MultiTaskAveraging(FromHalves):
     name = "mta"
     differs = "models for means of samples, noise from halves"
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """W of these clients; a client alone keeps its model."""
         n = len(examples)
         if n < 2:

@@ -14,11 +14,10 @@ The cosines come from the Gram matrix of the changes, in product space of s B A:
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Float64
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, Vector
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
@@ -27,7 +26,7 @@ INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
 
 
-def project_onto_simplex(point: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+def project_onto_simplex(point: Vector) -> Vector:
     """The nearest point whose entries are 0 or more and sum to 1. Duchi et al., 2008."""
     falling = np.sort(point)[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(point) + 1)
