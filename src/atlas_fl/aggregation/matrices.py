@@ -51,13 +51,7 @@ def cluster_labels(clusters: Groups) -> list[tuple[str, int]]:
     return [("undecided", k) if cluster < 0 else ("cluster", int(cluster)) for k, cluster in enumerate(clusters)]
 
 
-def average(
-    weights: Vector,
-    groups: Groups,
-    present: Chosen,
-    *,
-    max_share: float = 1.0,
-) -> Square:
+def average(weights: Vector, groups: Groups, present: Chosen, *, max_share: float = 1.0) -> Square:
     """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
 
     `m_kl = p_l / sum of p over the present of the group`, as `bounded_weights` leaves p. A group with nobody present

@@ -79,9 +79,7 @@ TINY = 1e-6
 """Share of the longest below which a client's length is rounding."""
 
 
-def measure(
-    gram: HalfGram,
-) -> tuple[Square, Vector]:
+def measure(gram: HalfGram) -> tuple[Square, Vector]:
     """(K, N) from the inner products of all first halves, then all second halves, with each other."""
     n = len(gram) // 2
     cross, lengths = gram[:n, n:], np.diag(gram)

@@ -34,9 +34,7 @@ TINY = 1e-12
 """Share of the largest total variance below which one is rounding."""
 
 
-def means_and_errors(
-    gram: HalfGram,
-) -> tuple[Square, Square]:
+def means_and_errors(gram: HalfGram) -> tuple[Square, Square]:
     """Inner products of the means of both halves, and of half their differences, from those of the halves."""
     n = len(gram) // 2
     same, other = gram[:n, :n] + gram[n:, n:], gram[:n, n:] + gram[n:, :n]
