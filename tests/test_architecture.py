@@ -17,7 +17,7 @@ OWNERS = {
     "transformers": "models/",
     "tokenizers": "models/",
     "datasets": "data/",
-    "peft": ("models/peft_io.py", "models/merged_adapter.py"),
+    "peft": ("models/peft_io.py",),
     "flwr": "flower/messages.py",
     "ray": "runtime/ray.py",
     "grpc": "runtime/transport/",

@@ -1,7 +1,7 @@
 """What the documents name, held against what is there: modules, functions, tests, commands, flags, settings, links.
 
 Sources are read as syntax trees and nothing is imported but the command line, so that this costs next to nothing.
-In the documents a name in backticks is a promise: `aggregation.mixing.mix` (a path inside the package),
+In the documents a name in backticks is a promise: `aggregation.rules.mix` (a path inside the package),
 `aggregation/mixing.py`, `tests/aggregation/test_mix.py::test_x`, `--eta`, `atlas run --eta 0.2`,
 `make demo`, `[mixing] eta`.
 """

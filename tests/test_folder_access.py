@@ -27,6 +27,8 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "config/conflicts.py": ({"read_text": 1}, "a resource of this package"),
     "methods/knobs.py": ({"read_text": 1}, "the sources of this package"),
     "methods/registry.py": ({"read_text": 1, "tomllib.loads": 1}, "a resource of this package"),
+    "models/registry.py": ({"read_text": 1, "tomllib.loads": 1}, "a resource of this package"),
+    "ranks/devices.py": ({"read_text": 1, "tomllib.loads": 1}, "a resource of this package"),
     "config/files.py": ({"tomllib.loads": 1}, "the one reader of TOML, after its bounds"),
     "data/embedded.py": (
         {"open": 2, "read_text": 2, "tomllib.loads": 1},
@@ -43,7 +45,10 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "data/user_files.py": ({"open": 1, "read_text": 1}, "data and templates that a user names"),
     "data/chat.py": ({"json.loads": 3}, "cells of data that a user names"),
     "data/chat_tasks.py": ({"read_text": 1, "tomllib.loads": 1}, "a resource of this package"),
-    "models/chat_template.py": ({"json.loads": 2}, "rows of data that have been read"),
+    "models/chat_template.py": (
+        {"json.loads": 2, "read_text": 1, "tomllib.loads": 1},
+        "rows of data that have been read, and a resource of this package",
+    ),
     "experiment/export.py": ({"read_text": 1}, "a resource of this package"),
     "experiment/judge.py": ({"open": 1, "json.loads": 1}, "an address, and at most so many bytes of its answer"),
     "experiment/sweep.py": ({"json.loads": 1}, "between this process and its own workers"),

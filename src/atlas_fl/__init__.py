@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from atlas_fl.setup.own_data import task_row as task_row
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
-    from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
     from atlas_fl.sparse.masked_sgd import SparseSGDM as SparseSGDM
     from atlas_fl.sparse.masks import calibrate_mask as calibrate_mask
     from atlas_fl.sparse.masks import make_mask as make_mask

@@ -94,7 +94,7 @@ class _State:
 
     loaded: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Entries by pinned name; the code of a plug-in runs once in a process."""
-    active: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    active: dict[str, list[Entry]] = field(default_factory=dict)
     """Plug-ins whose entries are in the registries."""
     loading: list[Entry] | None = None
     """Entries of the plug-in that is being loaded."""
@@ -126,8 +126,6 @@ def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
             raise ConfigError(
                 f"a {kind} has the name {short_repr(entry)}; allowed: letters, digits, - and _; rename it"
             )
-        if kind == "method" and isinstance(value, type) and "__dataclass_fields__" not in vars(value):
-            dataclass(frozen=True)(value)  # its annotated fields are knobs
         if _STATE.loading is None:
             _STATE.by_hand[kind, entry] = _file_of(sys._getframe(1).f_globals, name=entry)
         else:
@@ -347,11 +345,10 @@ def _reason(error: BaseException, source: Source) -> str:
 
 
 def _activate(source: Source, entries: tuple[Entry, ...]) -> None:
-    added: list[Entry] = []
+    added = _STATE.active.setdefault(source.pinned, [])
     for entry in entries:
         tables = [_table(place) for place in KINDS[entry.kind]]
         if any(entry.name in table for table in tables):
-            _remove(added)
             _deactivate()
             raise ConfigError(
                 f"the plug-in {source.name} registers the {entry.kind} {entry.name!r}, a name that is taken; give it"
@@ -359,18 +356,13 @@ def _activate(source: Source, entries: tuple[Entry, ...]) -> None:
             )
         tables[0][entry.name] = entry.value
         added.append(entry)
-    _STATE.active[source.pinned] = entries
 
 
 def _deactivate() -> None:
     for entries in _STATE.active.values():
-        _remove(entries)
+        for entry in entries:
+            del _table(KINDS[entry.kind][0])[entry.name]
     _STATE.active.clear()
-
-
-def _remove(entries: Sequence[Entry]) -> None:
-    for entry in entries:
-        del _table(KINDS[entry.kind][0])[entry.name]
 
 
 def _table(place: str) -> dict[str, Any]:

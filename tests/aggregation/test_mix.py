@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.mixing import components_of, groups_of, mix, resize_ranks
+from atlas_fl.aggregation.mixing import components_of, groups_of, resize_ranks
+from atlas_fl.aggregation.rules import StrategyOptions, mix
 from atlas_fl.errors import ProtocolError
 
 CLIENTS = ("a", "b", "c")
@@ -32,8 +33,8 @@ def models(ranks=(2, 5, 3), **sizes):
 
 
 def run(by_client, matrix=MATRIX, *, share=("A", "B", "head"), space="product", align="pad", scale=two):
-    words = {"share": share, "space": space, "align": align, "scale": scale}
-    return mix(by_client, lambda _: matrix, clients=tuple(by_client), **words)
+    options = StrategyOptions(share=share, space=space, align=align, scale=scale)
+    return mix(by_client, lambda _: matrix, tuple(by_client), options)
 
 
 def update(params, scale=two):
@@ -269,8 +270,7 @@ def test_dtypes_are_kept(space, dtype):
 def test_matrices_may_be_a_mapping_and_differ_by_name():
     held = models()
     matrices = {key: np.eye(3) if key.startswith("head.") else MATRIX for key in held["a"]}
-    words = {"clients": CLIENTS, "share": ("A", "B", "head"), "space": "product", "align": "pad", "scale": two}
-    mixed = mix(held, matrices.__getitem__, **words).by_client
+    mixed = mix(held, matrices.__getitem__, CLIENTS, StrategyOptions(scale=two)).by_client
     assert mixed["a"]["head.weight"] is held["a"]["head.weight"]
     assert update(mixed["a"]) == pytest.approx(update(run(held).by_client["a"]), abs=1e-6)
 

@@ -35,7 +35,7 @@ def texts() -> Iterator[str]:
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
-    for path in SOURCES.rglob("*.tsv"):
+    for path in (*SOURCES.rglob("*.tsv"), SOURCES / "models/known.toml"):
         yield from path.read_text(encoding="utf-8").splitlines()
 
 

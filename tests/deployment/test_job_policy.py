@@ -12,14 +12,14 @@ from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.kriging import join_halves
+from atlas_fl.params import flatten_by_client
 from atlas_fl.runtime.protocol.client_metadata import read_metadata
 from tests.runtime.coordinator.test_coordinator import CENSUS
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
 SENT = {"metrics": torch.zeros(3), **{f"param/{key}": tensor for key, tensor in MODEL.items()}}
 FEATURES = {f"report/class_features/{name}": torch.zeros(3) for name in ("counts", "means", "variances")}
-HALVES = {f"report/halves/{key}": tensor for key, tensor in join_halves(MODEL, MODEL).items()}
+HALVES = flatten_by_client({f"report/halves/{half}": MODEL for half in ("first", "second")})
 
 
 def policy(config: Config) -> JobPolicy:

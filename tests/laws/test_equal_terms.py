@@ -22,9 +22,8 @@ from atlas_fl.data.metrics import scores
 from atlas_fl.data.task import METRICS as TASK_METRICS
 from atlas_fl.data.task import MULTILABEL_METRICS, Task
 from atlas_fl.experiment.tuning import KNOBS, candidates
-from atlas_fl.methods.kriging import join_halves
 from atlas_fl.methods.registry import METHODS, RULES, find_method
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, is_last_layer
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, flatten_by_client, is_last_layer
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.options import train_options
 from tests.aggregation.federations import server_step
@@ -56,7 +55,7 @@ def alike(seed: int) -> tuple[Params, dict[str, Params], dict[str, Params]]:
     for client in CLIENTS:
         first, second = ({key: truth[key] + vector(shape, 2 * NOISE) for key, shape in shapes.items()} for _ in "12")
         updates[client] = fixed | {key: (first[key] + second[key]) / 2 for key in shapes}
-        halves[client] = join_halves(fixed | first, fixed | second)
+        halves[client] = flatten_by_client({"first": fixed | first, "second": fixed | second})
     return fixed | truth, updates, halves
 
 

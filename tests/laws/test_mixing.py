@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from atlas_fl.aggregation.distances import gram_distances, update_gram
 from atlas_fl.aggregation.matrices import average, drop_edges, laplacian, laplacian_step
-from atlas_fl.aggregation.mixing import mix
+from atlas_fl.aggregation.rules import StrategyOptions, mix
 from tests.aggregation.federations import adapters_of, dense_update
 from tests.examples import examples
 
@@ -94,8 +94,7 @@ def models(ranks, seed=0):
 
 
 def run(held, matrix, space, align="pad"):
-    words = {"share": ("A", "B", "head"), "space": space, "align": align, "scale": lambda _: 2.0}
-    return mix(held, lambda _: matrix, clients=tuple(held), **words).by_client
+    return mix(held, lambda _: matrix, tuple(held), StrategyOptions(space=space, align=align)).by_client
 
 
 @pytest.mark.parametrize("space", ["factors", "product"])

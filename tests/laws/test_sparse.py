@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import functional_call
 
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
-from atlas_fl.sparse.fisher import fisher_scores, logits_of_module
+from atlas_fl.sparse.fisher import fisher_scores
 from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import (
     BY_SENSITIVITY,
@@ -155,7 +156,9 @@ def trained(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
             value.normal_(generator=source)
     before = {name: value.detach().clone() for name, value in named.items()}
     inputs = torch.randn(32, 6, generator=source)
-    scores = fisher_scores(logits_of_module(module), named, names=named, inputs=inputs, seed=0).mean
+    scores = fisher_scores(
+        lambda params, rows: functional_call(module, dict(params), (rows,)), named, names=named, inputs=inputs, seed=0
+    ).mean
     mask = make_mask(strategy, before, scores=scores, sparsity=0.8, seed=0)
     optimizer = SparseSGDM(named, masks=mask, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     for _ in range(3):

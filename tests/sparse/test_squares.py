@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from atlas_fl.sparse.fisher import fisher_scores, logits_of_module
+from atlas_fl.sparse.fisher import fisher_scores
 
 
 class Block(nn.Module):
@@ -78,7 +78,9 @@ def by_vmap(module, inputs, targets):
 def of(module, inputs, targets, **words):
     params = dict(module.named_parameters())
     words = {"names": params, "labels": "true", "targets": targets} | words
-    return fisher_scores(logits_of_module(module), params, inputs=inputs, **words).sums
+    return fisher_scores(
+        lambda own, rows: functional_call(module, dict(own), (rows,)), params, inputs=inputs, **words
+    ).sums
 
 
 def assert_near(found, expected):

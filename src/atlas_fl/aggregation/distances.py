@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
+from atlas_fl.aggregation.matrices import Square
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, lora_modules, shared_params
@@ -22,9 +22,7 @@ AT_ONCE = 2**20
 """Values of each client that are looked at together."""
 
 
-def update_gram(
-    by_client: ByClient, clients: Sequence[str], scale: Callable[[int], float]
-) -> Float64[np.ndarray, "n n"]:
+def update_gram(by_client: ByClient, clients: Sequence[str], scale: Callable[[int], float]) -> Square:
     """<Delta_k, Delta_l> of every pair, summed over the adapted modules; a client without a module has zero there."""
     n = len(clients)
     total = np.zeros((n, n))
@@ -41,7 +39,7 @@ def update_gram(
     return total
 
 
-def gram_distances(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+def gram_distances(gram: Square) -> Square:
     """||Delta_k - Delta_l||^2 of every pair; rounding below 1e-13 of the norms counts as zero."""
     squares = np.diag(gram)
     sums = squares[:, None] + squares[None, :]
@@ -51,7 +49,7 @@ def gram_distances(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n
 
 def squared_distances(
     models: ByClient, clients: Sequence[str], *, head: bool, share: Sequence[str], scale: Callable[[int], float]
-) -> Float64[np.ndarray, "n n"]:
+) -> Square:
     """d_kl^2 of what these clients share: of their heads, or of all the rest.
 
     Without both factors in `share` the one that is there is compared by itself, padded with zeros to the longest rank.
@@ -80,7 +78,7 @@ def change_gram(
     *,
     as_products: bool,
     scale: Callable[[int], float],
-) -> Float64[np.ndarray, "n n"]:
+) -> Square:
     """<w_k - w_k^before, w_l - w_l^before> of every pair for one tensor; with `as_products`, at an A, of s B A.
 
     Factors of lower ranks are padded with zeros. Raises ProtocolError where clients hold tensors of other shapes.
@@ -122,7 +120,7 @@ def _plain(rows: Sequence[Tensor]) -> np.ndarray:
     return total
 
 
-def cosines(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+def cosines(gram: Square) -> Square:
     """Cosines from inner products: 1 on the diagonal, 0 beside a vector of length zero."""
     lengths = np.sqrt(np.maximum(np.diag(gram), 0.0))
     sizes = np.outer(lengths, lengths)
@@ -138,7 +136,7 @@ def gram_of_changes(
     options: StrategyOptions,
     *,
     selects: Callable[[str], bool] | None = None,
-) -> Float64[np.ndarray, "n n"]:
+) -> Square:
     """<w_k - w_k^before, w_l - w_l^before> of the clients of these tasks, over the shared parameters that `selects`
     names, by default all.
 
@@ -176,7 +174,7 @@ class Diversity:
         return bool(np.isfinite([self.spread_before, self.spread_after, *self.norms.values()]).all())
 
 
-def spread(gram: Float64[np.ndarray, "n n"]) -> float:
+def spread(gram: Square) -> float:
     """Root mean square distance from the plain mean, over the root mean square norm: 0 (all equal) to 1 (mean zero)."""
     size = float(np.trace(gram)) / len(gram)
     return float(np.sqrt(gram_distances(gram).mean() / 2 / size)) if size > 0 else 0.0

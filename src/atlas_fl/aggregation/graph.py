@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool
 
+from atlas_fl.aggregation.matrices import Chosen, Groups, Square, Vector
 from atlas_fl.errors import ConfigError
 
 
@@ -36,13 +37,13 @@ class GraphOptions:
 class Graph:
     """Edge weights and what a user should know about them."""
 
-    adjacency: Float64[np.ndarray, "n n"]
+    adjacency: Square
     """Symmetric, not negative, zero on the diagonal."""
     warnings: tuple[str, ...]
     """One line for each client that was joined across tasks or left without neighbours."""
 
 
-def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+def similarity_distances(similarity: Square) -> Square:
     """2 - 2 rho: the squared distance of unit vectors with cosine rho; a noise-corrected rho above 1 counts as 1."""
     rho = np.asarray(similarity, np.float64)
     distances = np.maximum(2.0 - (rho + rho.T), 0.0)
@@ -50,9 +51,7 @@ def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.n
     return distances
 
 
-def affinity(
-    distances: Float64[np.ndarray, "n n"], *, alpha: float | None = None, used: Bool[np.ndarray, " n"] | None = None
-) -> Float64[np.ndarray, "n n"]:
+def affinity(distances: Square, *, alpha: float | None = None, used: Chosen | None = None) -> Square:
     """exp(-alpha d^2) with a zero diagonal; `alpha=None` is one over the median of the pairs of `used` clients.
 
     With unit, centred sketches squared distances are near 2n/(n-1), so that alpha = 1 is nearly uniform.
@@ -69,9 +68,7 @@ def affinity(
     return np.where(both, np.exp(-alpha * np.where(both, distances, 0.0)), 0.0)
 
 
-def edge_weights(
-    graph: str, close: Float64[np.ndarray, "n n"], performance: Float64[np.ndarray, " n"] | None
-) -> Float64[np.ndarray, "n n"]:
+def edge_weights(graph: str, close: Square, performance: Vector | None) -> Square:
     """The weights of the edges, directed with `adaptive`: a client listens more to the neighbours that do well."""
     if graph == "uniform":
         return 1.0 - np.eye(len(close))
@@ -83,22 +80,20 @@ def edge_weights(
     return np.asarray(close * (scores / best if best > 0 else np.ones_like(scores))[None, :])
 
 
-def symmetrize(weights: Float64[np.ndarray, "n n"], how: str) -> Float64[np.ndarray, "n n"]:
+def symmetrize(weights: Square, how: str) -> Square:
     """A symmetric matrix from a directed one: the average, maximum or minimum of the two directions."""
     if how == "average":
         return (weights + weights.T) / 2
     return np.maximum(weights, weights.T) if how == "max" else np.minimum(weights, weights.T)
 
 
-def blocks(clusters: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, "n n"]:
+def blocks(clusters: Groups) -> Bool[np.ndarray, "n n"]:
     """Which edges stay when the graph is cut: two different clients of one cluster; -1 (undecided) has no edges."""
     labels = np.asarray(clusters)
     return (labels[:, None] == labels[None, :]) & (labels[:, None] >= 0) & ~np.eye(len(labels), dtype=bool)
 
 
-def nearest(
-    distances: Float64[np.ndarray, "n n"], allowed: Bool[np.ndarray, "n n"], count: int
-) -> Bool[np.ndarray, "n n"]:
+def nearest(distances: Square, allowed: Bool[np.ndarray, "n n"], count: int) -> Bool[np.ndarray, "n n"]:
     """Row k marks the `count` allowed clients nearest to k (fewer if fewer are allowed); ties go to the first."""
     order = np.argsort(np.where(allowed, distances, np.inf), axis=1, kind="stable")[:, :count]
     chosen = np.zeros_like(allowed)
@@ -107,8 +102,8 @@ def nearest(
 
 
 def join_singletons(
-    distances: Float64[np.ndarray, "n n"],
-    clusters: Int64[np.ndarray, " n"],
+    distances: Square,
+    clusters: Groups,
     *,
     count: int,
     tasks: Sequence[str],
@@ -136,14 +131,14 @@ def join_singletons(
 
 
 def make_graph(
-    distances: Float64[np.ndarray, "n n"],
-    clusters: Int64[np.ndarray, " n"],
+    distances: Square,
+    clusters: Groups,
     options: GraphOptions,
     *,
     clients: Sequence[str],
     tasks: Sequence[str],
-    performance: Float64[np.ndarray, " n"] | None = None,
-    previous: Float64[np.ndarray, "n n"] | None = None,
+    performance: Vector | None = None,
+    previous: Square | None = None,
 ) -> Graph:
     """The graph of these squared distances: weigh, cut, keep the nearest, symmetrise, join singletons, blend.
 

@@ -244,12 +244,10 @@ def shorten(factors: Factors) -> Factors:
 
 def to_adapter(module: str, factors: Factors, scale: Callable[[int], float]) -> dict[str, Tensor]:
     """float32 A and B with `scale(rank) B A` as the update; nothing of rank 0."""
-    rank = len(factors.a)
-    return (
-        {module + LORA_A: factors.a.float(), module + LORA_B: (factors.b / scale(rank)).float().contiguous()}
-        if rank
-        else {}
-    )
+    if not len(factors.a):
+        return {}
+    b = factors.b / scale(len(factors.a))
+    return {module + LORA_A: factors.a.float(), module + LORA_B: b.float().contiguous()}
 
 
 def from_adapter(module: str, adapter: Params, scale: Callable[[int], float], *, like: Factors) -> Factors:

@@ -5,9 +5,19 @@ FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024).
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
+
+Square: TypeAlias = Float64[np.ndarray, "n n"]
+"""(n, n): rows of a mixing matrix, a graph, inner products."""
+Vector: TypeAlias = Float64[np.ndarray, " n"]
+Groups: TypeAlias = Int64[np.ndarray, " n"]
+"""The number of each client's group, or cluster."""
+Chosen: TypeAlias = Bool[np.ndarray, " n"]
+HalfGram: TypeAlias = Float64[np.ndarray, "n2 n2"]
+"""Inner products of the first halves of n clients, then their second ones, with each other."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -16,11 +26,11 @@ class Federation:
 
     clients: tuple[str, ...]
     """Names, in the fixed order of the run."""
-    weights: Float64[np.ndarray, " n"]
+    weights: Vector
     """Training examples of each client."""
-    clusters: Int64[np.ndarray, " n"]
+    clusters: Groups
     """Cluster of each client; -1 is undecided and mixes with nobody inside clusters."""
-    adjacency: Float64[np.ndarray, "n n"]
+    adjacency: Square
     """Edge weights: symmetric, not negative, zero on the diagonal."""
     head_groups: tuple[str, ...]
     """Task of each client: heads mix only inside one."""
@@ -30,24 +40,18 @@ class Federation:
     """Layer of every adapted module, needed when eta is weighted by layer."""
 
 
-def group_ids(labels: Sequence[Hashable]) -> Int64[np.ndarray, " n"]:
+def group_ids(labels: Sequence[Hashable]) -> Groups:
     """A number for each client: equal exactly where the labels are."""
     number: dict[Hashable, int] = {}
     return np.array([number.setdefault(label, len(number)) for label in labels], np.int64)
 
 
-def cluster_labels(clusters: Int64[np.ndarray, " n"]) -> list[tuple[str, int]]:
+def cluster_labels(clusters: Groups) -> list[tuple[str, int]]:
     """A label for each client under which every undecided client (-1) is a group of its own."""
     return [("undecided", k) if cluster < 0 else ("cluster", int(cluster)) for k, cluster in enumerate(clusters)]
 
 
-def average(
-    weights: Float64[np.ndarray, " n"],
-    groups: Int64[np.ndarray, " n"],
-    present: Bool[np.ndarray, " n"],
-    *,
-    max_share: float = 1.0,
-) -> Float64[np.ndarray, "n n"]:
+def average(weights: Vector, groups: Groups, present: Chosen, *, max_share: float = 1.0) -> Square:
     """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
 
     `m_kl = p_l / sum of p over the present of the group`, as `bounded_weights` leaves p. A group with nobody present
@@ -57,12 +61,16 @@ def average(
     for label in set(groups.tolist()) if max_share < 1 else ():
         inside = np.flatnonzero((groups == label) & present)
         weighted[inside] = bounded_weights(weighted[inside], max_share)
-    share = np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0)
-    total = share.sum(axis=1, keepdims=True)
-    return np.where(total > 0, share / np.where(total > 0, total, 1.0), np.eye(len(groups)))
+    return rows_over_sums(np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0))
 
 
-def bounded_weights(weights: Float64[np.ndarray, " n"], max_share: float) -> Float64[np.ndarray, " n"]:
+def rows_over_sums(weights: np.ndarray) -> np.ndarray:
+    """The rows (n, n) of weights at least 0 divided by their sums; those of the identity where a row has only zeros."""
+    sums = weights.sum(axis=1, keepdims=True)
+    return np.where(sums > 0, weights / np.where(sums > 0, sums, 1.0), np.eye(len(weights)))
+
+
+def bounded_weights(weights: Vector, max_share: float) -> Vector:
     """The weights with every share of their sum at most `max_share`, or one nth where that is more.
 
     The very same where none is above it, and of one or two, of whom one always has half. The others keep their ratios.
@@ -91,7 +99,7 @@ def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
     )
 
 
-def drop_edges(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:
+def drop_edges(adjacency: Square, groups: Groups) -> Square:
     """The graph without the edges that join two groups."""
     return np.where(groups[:, None] == groups[None, :], np.asarray(adjacency, np.float64), 0.0)
 
@@ -104,7 +112,7 @@ def without_edges(federation: Federation, clients: Collection[str]) -> Federatio
     return replace(federation, adjacency=np.where(linked[:, None] & linked[None, :], federation.adjacency, 0.0))
 
 
-def laplacian(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+def laplacian(adjacency: Square) -> Square:
     """The Laplacian I - D^-1 A of a random walk on a symmetric graph; a client without edges has a zero row.
 
     Rows sum to zero; a step keeps the degree-weighted mean, and no weight is negative for eta <= 1.
@@ -114,9 +122,7 @@ def laplacian(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n
     return np.diag((degree > 0).astype(np.float64)) - walk
 
 
-def laplacian_step(
-    adjacency: Float64[np.ndarray, "n n"], *, eta: float, present: Bool[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def laplacian_step(adjacency: Square, *, eta: float, present: Chosen) -> Square:
     """M = I - eta L; absent clients keep their model (identity rows) and still count as neighbours of the others."""
     step = np.eye(len(present)) - eta * laplacian(adjacency)
     return np.where(np.asarray(present, bool)[:, None], step, np.eye(len(present)))

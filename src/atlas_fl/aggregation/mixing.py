@@ -22,9 +22,9 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from atlas_fl.aggregation import lora_product
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, Square
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, is_full_model, lora_modules, shared_params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, is_full_model
 
 
 def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federation: Federation) -> dict[str, Params]:
@@ -65,7 +65,7 @@ class Group:
         return tuple(sorted({*self.sources, *(k for targets in self.targets for k in targets)}))
 
 
-def groups_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[Group, ...]:
+def groups_of(matrix: Square) -> tuple[Group, ...]:
     """The rows that are not those of the identity, grouped by support; equal rows appear once."""
     unmoved = np.flatnonzero((matrix == np.eye(len(matrix))).all(axis=1)).tolist()
     equal: dict[bytes, list[int]] = {}
@@ -84,7 +84,7 @@ def groups_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[Group, ...]:
     )
 
 
-def components_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[int, ...]:
+def components_of(matrix: Square) -> tuple[int, ...]:
     """A number for each client: equal where models flow between the two, directly or through others."""
     return tuple(connected_components(matrix != 0, directed=False)[1].tolist())
 
@@ -192,7 +192,7 @@ def _leads(components: Sequence[int], ranks: Mapping[int, int]) -> dict[int, int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Mixture:
+class Mixture:
     """Everyone's models, by position, and the matrices that they are mixed by."""
 
     params: tuple[Params, ...]
@@ -262,49 +262,6 @@ class _Mixture:
             components = lora_product.leading_reduced(*factors, reduce=self.reduce, ranks=longest)
         for best, targets in zip(components, group.targets):
             yield from lora_product.fit_clients(best, targets, a, b, scale=self.scale)
-
-
-def mix(
-    by_client: ByClient,
-    matrices: Callable[[str], np.ndarray],
-    *,
-    clients: Sequence[str],
-    share: Sequence[str],
-    space: str,
-    align: str,
-    scale: Callable[[int], float],
-    reduce: Reduce | None = None,
-) -> Mixed:
-    """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
-
-    In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
-    client's own rank. `scale` gives s of a rank. Who has the identity's row keeps the very same tensors. Raises
-    ProtocolError where models that should mix hold different tensors.
-
-    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
-    value, in product space those of the dense updates.
-    """
-    params = tuple(by_client[client] for client in clients)
-    mixture = _Mixture(
-        params=params, clients=tuple(clients), matrices=matrices, align=align, scale=scale, reduce=reduce
-    )
-    shared = dict.fromkeys(key for one in params for key in shared_params(one, share))
-    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
-    modules = sorted(lora_modules(dict.fromkeys(shared, torch.empty(0)))) if space == "product" else []
-    new: dict[int, dict[str, Tensor]] = {}
-    for key in (key for key in shared if space == "factors" or not key.endswith((LORA_A, LORA_B))):
-        for targets, tensor in mixture.mix_tensor(key):
-            for k in targets:
-                new.setdefault(k, dict(params[k]))[key] = tensor
-    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
-    for module in modules:
-        for group in mixture.groups(module + LORA_A):
-            for k, a, b, lost, whole in mixture.mix_product(group, module):
-                new.setdefault(k, dict(params[k])).update({module + LORA_A: a, module + LORA_B: b})
-                thrown[clients[k]] += lost
-                total[clients[k]] += whole
-    moved = {client: new.get(k, params[k]) for k, client in enumerate(clients)}
-    return Mixed(by_client=moved, discarded=lora_product.energy_share(thrown, total))
 
 
 def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int], float]) -> dict[str, Tensor]:

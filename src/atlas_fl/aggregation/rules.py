@@ -9,12 +9,22 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
-from atlas_fl.aggregation.mixing import Mixed, Reduce, mix
+from atlas_fl.aggregation.lora_product import energy_share
+from atlas_fl.aggregation.matrices import (
+    Chosen,
+    Federation,
+    Groups,
+    Square,
+    average,
+    cluster_labels,
+    group_ids,
+    layer_factors,
+)
+from atlas_fl.aggregation.mixing import Mixed, Mixture, Reduce
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
 
 Matrices: TypeAlias = Callable[[str], np.ndarray]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
@@ -77,9 +87,9 @@ class MixingContext:
 
     federation: Federation
     """The clients."""
-    groups: Int64[np.ndarray, " n"]
+    groups: Groups
     """Clients of different groups must not mix."""
-    present: Bool[np.ndarray, " n"]
+    present: Chosen
     """Clients that took part."""
     eta: float
     """Size of the step."""
@@ -93,18 +103,17 @@ Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
 """M (n, n), row-stochastic, of one step."""
 
 
-def within_clusters(step: MixingContext) -> Int64[np.ndarray, " n"]:
-    """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
-    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
-    return group_ids(list(labels))
+def groups_within(step: MixingContext, within: str) -> Groups:
+    """The step's groups, with `within` as `clusters` cut at the borders of clusters.
+
+    Who is undecided is then a group of its own.
+    """
+    if within != CLUSTERS:
+        return step.groups
+    return group_ids(list(zip(cluster_labels(step.federation.clusters), step.groups.tolist())))
 
 
-def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
-    """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
-    return within_clusters(step) if within == CLUSTERS else step.groups
-
-
-def present_by_group(groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]) -> Iterator[list[int]]:
+def present_by_group(groups: Groups, present: Chosen) -> Iterator[list[int]]:
     """The clients of each group that took part, by their places."""
     for label in sorted(set(groups.tolist())):
         yield np.flatnonzero((groups == label) & present).tolist()
@@ -148,9 +157,9 @@ def mixing_matrices(
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
-    made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
+    made: dict[Hashable, Square] = {}
 
-    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+    def matrix(key: str) -> Square:
         is_head = key.startswith(HEAD)
         layer = None if is_head or factors is None else layer_of(federation, key)
         group = parameter_group(key, federation, granularity=granularity)
@@ -205,29 +214,48 @@ class StrategyOptions:
         return self.rounds - self.personal_rounds
 
 
-def mix_by_space(
-    models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
+def mix(
+    models: ByClient, matrices: Matrices, clients: Sequence[str], options: StrategyOptions, reduce: Reduce | None = None
 ) -> Mixed:
-    """The models mixed by these matrices, in the space of the options."""
-    return mix(
-        models,
-        matrices,
-        clients=federation.clients,
-        share=options.share,
-        space=options.space,
+    """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
+
+    In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
+    client's own rank. Who has the identity's row keeps the very same tensors. Raises ProtocolError where models that
+    should mix hold different tensors.
+
+    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
+    value, in product space those of the dense updates.
+    """
+    params = tuple(models[client] for client in clients)
+    mixture = Mixture(
+        params=params,
+        clients=tuple(clients),
+        matrices=matrices,
         align=options.align,
         scale=options.scale,
         reduce=reduce,
     )
+    shared = dict.fromkeys(key for one in params for key in shared_params(one, options.share))
+    in_factors = options.space == "factors"
+    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
+    modules = [] if in_factors else sorted(key.removesuffix(LORA_A) for key in shared if key.endswith(LORA_A))
+    new: dict[int, dict[str, Tensor]] = {}
+    for key in (key for key in shared if in_factors or not key.endswith((LORA_A, LORA_B))):
+        for targets, tensor in mixture.mix_tensor(key):
+            for k in targets:
+                new.setdefault(k, dict(params[k]))[key] = tensor
+    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
+    for module in modules:
+        for group in mixture.groups(module + LORA_A):
+            for k, a, b, lost, whole in mixture.mix_product(group, module):
+                new.setdefault(k, dict(params[k])).update({module + LORA_A: a, module + LORA_B: b})
+                thrown[clients[k]] += lost
+                total[clients[k]] += whole
+    moved = {client: new.get(k, params[k]) for k, client in enumerate(clients)}
+    return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
-def weighted_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
-    """The rows of one average over each group, weighted by examples, over those who are present."""
-    weights = step.federation.weights
-    return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
-
-
-def clustered_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
-    """The same inside each cluster."""
-    weights = step.federation.weights
-    return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))
+def weighted_average(options: StrategyOptions, step: MixingContext, *, within: str = "all") -> np.ndarray:
+    """The rows of one average over each group, or inside each cluster, weighted by examples, over who is present."""
+    groups = groups_within(step, within)
+    return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))

@@ -4,24 +4,19 @@ from collections.abc import Iterator
 
 import torch
 
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, first_of
 from atlas_fl.params import ByClient, Params
 
 LARGEST = 1e18
 """Size of a weight above which it is refused: the square of a little more is no float32 any longer."""
 
 
-def _some(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def check_update(start: Params, update: Params) -> None:
     """Raise ProtocolError unless the update has the keys, shapes and dtypes of `start`, no value beyond `LARGEST`."""
     missing, extra = start.keys() - update.keys(), update.keys() - start.keys()
     if missing or extra:
-        parts = [f"lacks {_some(missing)}"] if missing else []
-        parts += [f"has unknown {_some(extra)}"] if extra else []
+        parts = [f"lacks {first_of(sorted(missing))}"] if missing else []
+        parts += [f"has unknown {first_of(sorted(extra))}"] if extra else []
         raise ProtocolError(f"the update {' and '.join(parts)}; it must hold the {len(start)} tensors that were sent")
     for key, sent in start.items():
         got = update[key]

@@ -112,10 +112,8 @@ class Recomputed:
         was, got = (value(self.step.plan, params[name], key, mixing.space) for params in models)
         is_module = mixing.space == "product" and key.endswith(LORA_A)
         if is_module:
-            rank, still = (
-                len(self.step.trained[name][key]),
-                still and self.is_still(k, key.removesuffix(LORA_A) + LORA_B),
-            )
+            rank = len(self.step.trained[name][key])
+            still = still and self.is_still(k, key.removesuffix(LORA_A) + LORA_B)
             row = self.weights(key)[k].tobytes()
             if row not in self._known:
                 mixed, size = self._expected(k, key, was)

@@ -6,8 +6,13 @@ from functools import partial
 from atlas_fl.audit import averages
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
 from atlas_fl.audit.class_features import HeadsByFeatures
-from atlas_fl.audit.kriging import ByDirections, FromHalves
-from atlas_fl.audit.mean_estimation import by_james_stein, by_multi_task_averaging, by_similarity_tests
+from atlas_fl.audit.kriging import (
+    ByDirections,
+    FromHalves,
+    by_james_stein,
+    by_multi_task_averaging,
+    by_similarity_tests,
+)
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import (
     ByRankOne,

@@ -36,8 +36,7 @@ from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
 from atlas_fl.models.gguf_adapter import export_gguf_adapter
 from atlas_fl.models.loading import find_family, load_backbone, read_config, save_classifier
-from atlas_fl.models.merged_adapter import export_merged
-from atlas_fl.models.peft_io import export_adapter
+from atlas_fl.models.peft_io import export_adapter, export_merged
 from atlas_fl.models.registry import Family
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from atlas_fl.aggregation.rules import MixingContext, clustered_average, weighted_average
+from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, weighted_average
 from atlas_fl.methods.method import Method
 
 
@@ -28,6 +28,10 @@ class Averaging(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples in each row."""
+        return weighted_average(self.options, step)
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The same, whatever rule follows."""
         return weighted_average(self.options, step)
 
 
@@ -58,4 +62,4 @@ class FedAvgCluster(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside clusters."""
-        return clustered_average(self.options, step)
+        return weighted_average(self.options, step, within=CLUSTERS)

@@ -15,20 +15,19 @@ all of its clients took part.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, average, group_ids
+from atlas_fl.aggregation.matrices import Chosen, Federation, Groups, Square, Vector, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, StepInputs
-from atlas_fl.params import ServerState
+from atlas_fl.params import ServerState, subtree, tensors
 
 LARGEST_WHOLE = 2
 """Largest cluster that is never cut."""
@@ -36,21 +35,18 @@ CLUSTERS = "clusters"
 """The entry of the server state: the cluster of every client, by name; absent before the first round."""
 
 
-def clusters_by_client(federation: Federation, clusters: Int64[np.ndarray, " n"]) -> dict[str, Tensor]:
+def clusters_by_client(federation: Federation, clusters: Groups) -> dict[str, Tensor]:
     """The clusters as a server state keeps them: a number by the client's name."""
     return {client: torch.tensor(int(k)) for client, k in zip(federation.clients, clusters, strict=True)}
 
 
-def clusters_in(state: Tensor | ServerState | None, federation: Federation) -> Int64[np.ndarray, " n"]:
-    """The clusters of the clients, in their order, from such an entry of a server state; one cluster without it."""
-    if state is None:
-        return np.zeros(len(federation.clients), np.int64)
-    assert not isinstance(state, Tensor), "the clusters are by client"
-    numbers = [state[client] for client in federation.clients]
-    return np.array([int(number) for number in numbers if isinstance(number, Tensor)], np.int64)
+def clusters_in(entry: ServerState, federation: Federation) -> Groups:
+    """The clusters of the clients, in their order, by such an entry of a server state; one cluster by an empty one."""
+    labels = tensors(entry)
+    return np.array([int(labels[client]) if labels else 0 for client in federation.clients], np.int64)
 
 
-def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, options: StrategyOptions) -> np.ndarray:
+def average_inside(clusters: Groups, step: MixingContext, options: StrategyOptions) -> np.ndarray:
     """The rows of averages inside these clusters and the step's groups."""
     groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
     return weighted_average(options, replace(step, groups=groups))
@@ -59,10 +55,10 @@ def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, optio
 def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray:
     """The rows of averages inside the clusters of the server state, and the step's groups."""
     state: ServerState = {} if step.models is None else step.models.server_state
-    return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
+    return average_inside(clusters_in(subtree(state, CLUSTERS), step.federation), step, options)
 
 
-def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
+def bipartition(similarities: Square) -> Chosen:
     """Clients apart from the first one in the two parts whose largest similarity across is least.
 
     The most similar pair is joined until two parts are left (algorithm 3); of equal pairs the one of earlier clients.
@@ -76,15 +72,12 @@ def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " 
     return np.asarray(part != part[0])
 
 
-def pull_apart(
-    gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, eps_1: float, eps_2: float
-) -> bool:
+def pull_apart(gram: Square, shares: Vector, *, eps_1: float, eps_2: float) -> bool:
     """Return whether the average of updates with these inner products is below eps_1, and the longest above eps_2."""
     longest = float(np.sqrt(max(float(np.diag(gram).max()), 0.0)))
     return longest > eps_2 and float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < eps_1
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cfl(Method):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-norm`)."""
 
@@ -106,7 +99,7 @@ class Cfl(Method):
     def next_state(self, inputs: StepInputs) -> ServerState:
         """The clusters, cut by these updates."""
         present, federation = np.array(inputs.present), inputs.federation
-        clusters = clusters_in(inputs.server_state.get(CLUSTERS), federation)
+        clusters = clusters_in(subtree(inputs.server_state, CLUSTERS), federation)
         if inputs.round > min(self.bipartition_round, math.ceil(self.options.last_aggregation / 4)):
             eps_2 = self.bipartition_norm
             eps_1 = self.bipartition_ratio * eps_2

@@ -5,32 +5,11 @@
 Li, Hu, Beirami and Smith 2021, "Ditto: Fair and robust federated learning through personalization", arXiv:2012.04221.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.second_model import SecondModel
-from atlas_fl.params import ByClient
 
 
 class Ditto(SecondModel):
     """An own model v, trained with the pull lambda / 2 || v - w ||^2."""
 
     kind = "proximal"
-
-    def beside(self, shared: ByClient) -> Mapping[str, ByClient]:
-        """The shared model as the anchor of the pull."""
-        return {"anchor": shared}
-
-    def training_options(self) -> dict[str, Any]:
-        """lambda."""
-        return {"proximal_mu": self.second_weight}
-
-
-DITTO = PublishedMethod(
-    summary="Ditto: FedAvg, and own models pulled to it (Li et al. 2021, arXiv:2012.04221).",
-    differs="whole models",
-    rule="fedavg",
-    settings={"second_model": "proximal", **FACTORS},
-    equal_ranks=True,
-)
+    role = "anchor"

@@ -11,11 +11,12 @@ goes on with this mean: it stands, frozen, beside the client's own adapter, and 
 
 import numpy as np
 
+from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.aggregation.rules import MixingContext, weighted_average
-from atlas_fl.methods.method import Method, PublishedMethod
+from atlas_fl.methods.averages import Averaging
 
 
-class FedAvgOfOthers(Method):
+class FedAvgOfOthers(Averaging):
     """Everyone gets the weighted mean of all others, without its own model; heads only inside their task."""
 
     name = "fedavg_of_others"
@@ -24,24 +25,4 @@ class FedAvgOfOthers(Method):
         """The rows m_k."""
         rows = np.array(weighted_average(self.options, step))
         np.fill_diagonal(rows, np.where(step.present, 0.0, np.diag(rows)))
-        sums = rows.sum(axis=1, keepdims=True)
-        return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
-
-    def arrival(self, step: MixingContext) -> np.ndarray:
-        """The average of the others."""
-        return weighted_average(self.options, step)
-
-
-FEDALT = PublishedMethod(
-    summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
-    differs="the others are weighted by examples, there equally",
-    rule="fedavg_of_others",
-    settings={
-        "personal_models": True,
-        "second_model": "stacked",
-        "second_gate": "input",
-        "space": "factors",
-        "share": ("A", "B"),
-    },
-    equal_ranks=True,
-)
+        return rows_over_sums(rows)

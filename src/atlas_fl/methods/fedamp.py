@@ -9,19 +9,18 @@ arXiv:2007.03797. In their algorithm every client has a model of its own, and wh
 the round, so that it means the same for every model. Heads have distances of their own, inside a task.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Float64
 
-from atlas_fl.aggregation.rules import MixingContext, present_by_group, weighted_average
+from atlas_fl.aggregation.matrices import Square
+from atlas_fl.aggregation.rules import MixingContext, present_by_group
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range
-from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
 from atlas_fl.methods.robust import model_distances
 
 
-def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float) -> Float64[np.ndarray, "n n"]:
+def attention(squares: Square, *, alpha: float, sigma: float) -> Square:
     """The rows m_k of clients with these squared distances."""
     n = len(squares)
     if n < 2:
@@ -32,8 +31,7 @@ def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float
     return np.asarray(rows + np.diag(1.0 - rows.sum(axis=1)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedAvgByDistance(Method):
+class FedAvgByDistance(Averaging):
     """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
 
     attention_alpha: Annotated[float, Range(above=0, most=1)] = 1.0
@@ -53,17 +51,3 @@ class FedAvgByDistance(Method):
             rows = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
             matrix[np.ix_(inside, inside)] = rows
         return matrix
-
-    def arrival(self, step: MixingContext) -> np.ndarray:
-        """The average of the others."""
-        return weighted_average(self.options, step)
-
-
-FEDAMP = PublishedMethod(
-    summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
-    differs="whole models; sigma counts mean squared distances of a round; heads have distances of their own",
-    rule="fedavg_by_distance",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)

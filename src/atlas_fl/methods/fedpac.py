@@ -23,7 +23,6 @@ matrix, has the direction of m, because for a fixed direction the best length de
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -32,10 +31,12 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group, weighted_average
+from atlas_fl.aggregation.matrices import Square, Vector
+from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group
 from atlas_fl.errors import short_repr
+from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Method, PublishedMethod, Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
 
 FEATURES = "class_features"
@@ -62,9 +63,7 @@ def estimate(report: Mapping[str, Tensor]) -> tuple[Float64[np.ndarray, " size"]
     return (p[:, None] * means).ravel(), variance
 
 
-def minimize_on_simplex(
-    matrix: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, " n"]:
+def minimize_on_simplex(matrix: Square, shares: Vector) -> Vector:
     """argmin of m^T matrix m over m >= 0 with sum 1; of a matrix of zeros the shares, which are above 0.
 
     Negative eigenvalues, which only rounding can make, count as zero.
@@ -78,9 +77,7 @@ def minimize_on_simplex(
     return np.asarray(u / u.sum())
 
 
-def combination_rows(
-    reports: Sequence[Mapping[str, Tensor]], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def combination_rows(reports: Sequence[Mapping[str, Tensor]], shares: Vector) -> Square:
     """The weights m_k of every client's head, a row each, from these reports and shares of the examples."""
     estimates = [estimate(report) for report in reports]
     features, variances = np.stack([h for h, _ in estimates]), np.array([v for _, v in estimates])
@@ -91,8 +88,7 @@ def combination_rows(
     return np.stack(rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassifierCollaboration(Method):
+class ClassifierCollaboration(Averaging):
     """One average over all clients; last layers of heads inside a task by how near classes' features are (FedPAC).
 
     Who took no part keeps its head. Where nobody has reported features yet, heads are averaged by examples.
@@ -158,7 +154,6 @@ class ClassifierCollaboration(Method):
     @classmethod
     def examples_behind(cls, labels: np.ndarray, *, most: int | None) -> Mapping[str, int]:
         """The examples of the smallest class."""
-        del most
         return {"the mean features of a class": int(np.unique(labels, return_counts=True)[1].min())}
 
     def sent_tensors(self, model: Params, *, classes: int, round: int) -> Mapping[str, Mapping[str, ReportTensor]]:
@@ -171,10 +166,6 @@ class ClassifierCollaboration(Method):
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The features of this aggregation in the place of those of the last one."""
         return {**server_state, FEATURES: dict(reports)}
-
-    def arrival(self, step: MixingContext) -> np.ndarray:
-        """The shares of the examples."""
-        return weighted_average(self.options, step)
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples; of last layers of heads the weights m_k."""
@@ -216,12 +207,3 @@ def alignment_loss(features: Tensor, labels: Tensor, centroids: Params) -> Tenso
     targets, is_seen = centroids[CENTROIDS].to(features.device), centroids[SEEN].to(features.device)
     distances = (features.float() - targets[labels]).square().mean(dim=1)
     return torch.where(is_seen[labels], distances, torch.zeros_like(distances)).mean()
-
-
-FEDPAC = PublishedMethod(
-    summary="FedPAC: heads combined by class means of features, to which these are pulled (arXiv:2306.11867).",
-    differs="whole models; class means are of the round before; weights below .001 stay",
-    rule="classifier_collaboration",
-    settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
-    suggested={"feature_alignment": 1.0, "head_epochs": 1},
-)

@@ -12,7 +12,7 @@ determinant. Their clients rotate before they send; here the server does, with t
 client without others is not rotated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
 
 
@@ -46,7 +46,6 @@ def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str
     return new
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgRotated(AveragingFactors):
     """The average of factors that are rotated towards those that were sent (`--rotation-strength`); heads by task."""
 
@@ -65,11 +64,3 @@ class FedAvgRotated(AveragingFactors):
             }
             inputs = replace(inputs, updates=updates)
         return super().aggregate(inputs)
-
-
-FEDROT = PublishedMethod(
-    summary="FedRot-LoRA: A and B rotated towards those sent, then averaged (Zhang et al. 2026, arXiv:2602.23638).",
-    rule="fedavg_rotated",
-    differs="the server rotates, there each client; a client without others is not rotated",
-    settings=FACTORS,
-)

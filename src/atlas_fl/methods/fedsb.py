@@ -12,15 +12,15 @@ adapted layers hold, once, and needs (d_in, d_in) more for each while it measure
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
+from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart, StepInputs
+from atlas_fl.methods.method import Aggregated, Report, ReportTensor, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -35,7 +35,6 @@ from atlas_fl.params import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgOfCores(FedAvgBetweenFactors):
     """Fed-SB: the average of R, between the singular vectors of the clients' first gradient."""
 
@@ -64,7 +63,6 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """A gradient of the shape of each adapted layer."""
-        del classes
         return {
             m: ReportTensor(shape=(len(model[m + LORA_B]), model[m + LORA_A].shape[1])) for m in lora_modules(model)
         }
@@ -124,11 +122,3 @@ def _completed(basis: Tensor, rank: int) -> Tensor:
     units = torch.eye(d, min(rank, d) - num_kept, dtype=basis.dtype)
     columns, upper = torch.linalg.qr(torch.cat([basis, units], dim=1))
     return torch.nn.functional.pad(columns * upper.diagonal().sign(), (0, max(rank - d, 0))).float().contiguous()
-
-
-FEDSB = PublishedMethod(
-    summary="Fed-SB: a square R between frozen singular vectors trains and is averaged (arXiv:2502.15436).",
-    differs="the gradient is measured in round one over all its batches, in which only heads train",
-    rule="fedavg_of_cores",
-    settings=CORE_SETTINGS,
-)

@@ -10,7 +10,7 @@ in its range by cutting it off after every step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation import rules
+from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -37,7 +38,6 @@ OUTSIDE = "outside"
 """The entry of the server state: the adapter of everybody outside, by client."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
     """Averages inside nested clusters, beside the frozen average of everybody outside."""
 
@@ -82,7 +82,7 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
             granularity="layer",
             models=models,
         )
-        mixed = rules.mix_by_space(after, matrices, federation, self.options, None).by_client
+        mixed = rules.mix(after, matrices, federation.clients, self.options).by_client
         outside = {
             name: {
                 key: one
@@ -95,14 +95,4 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
 
     def _others(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples of everybody outside the cluster; who has nobody there keeps its model."""
-        rows = np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step))
-        sums = rows.sum(axis=1, keepdims=True)
-        return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
-
-
-FEDTREELORA_OUTSIDE = PublishedMethod(
-    summary="FedTreeLoRA with its frozen adapter of everybody outside the cluster (ICML 2026, arXiv:2603.13282).",
-    differs="the outside adapters go down in every round; updates build the tree",
-    rule="fedavg_in_tree_and_outside",
-    settings=FACTORS,
-)
+        return rows_over_sums(np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step)))

@@ -11,31 +11,26 @@ first round in which everyone took part, before it there is one average, and it 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Float64, Int64
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 from sklearn.metrics import silhouette_score
-from torch import Tensor
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, Groups, Square
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, StepInputs
-from atlas_fl.params import HEAD, ByClient, ServerState, shared_params
+from atlas_fl.params import HEAD, ByClient, ServerState, shared_params, subtree
 
 CUTS = "cuts"
 """The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""
 
 
-def nested_cuts(
-    distances: Sequence[Float64[np.ndarray, "n n"]], *, step: int, threshold: float
-) -> list[Int64[np.ndarray, " n"]]:
+def nested_cuts(distances: Sequence[Square], *, step: int, threshold: float) -> list[Groups]:
     """The clusters of every layer, from the lowest to the highest, each a refinement of those below.
 
     `distances` are D^j in this order; `step` is by how many clusters a layer may have more than the one below it.
@@ -57,13 +52,13 @@ def nested_cuts(
 
 def layer_distances(
     before: ByClient, after: ByClient, federation: Federation, options: rules.StrategyOptions
-) -> dict[int, Float64[np.ndarray, "n n"]]:
+) -> dict[int, Square]:
     """D^j by layer, lowest first, of the shared parameters that the models have there."""
     tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     keys = {key for params in after.values() for key in shared_params(params, options.share)}
     layers = sorted({rules.layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
 
-    def distances(layer: int) -> Float64[np.ndarray, "n n"]:
+    def distances(layer: int) -> Square:
         def is_here(key: str) -> bool:
             return not key.startswith(HEAD) and rules.layer_of(federation, key) == layer
 
@@ -72,7 +67,6 @@ def layer_distances(
     return {layer: distances(layer) for layer in layers}
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedTreeLora(Method):
     """Averages inside nested clusters, finer in higher layers (`--tree-step`, `--tree-threshold`)."""
 
@@ -88,12 +82,11 @@ class FedTreeLora(Method):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
-        cuts = None if step.models is None else step.models.server_state.get(CUTS)
-        if cuts is None:
+        cuts = {} if step.models is None else subtree(step.models.server_state, CUTS)
+        if not cuts:
             return rules.weighted_average(self.options, step)
-        assert not isinstance(cuts, Tensor), "cuts are by layer"
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
-        return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
+        return average_inside(clusters_in(subtree(cuts, str(layer)), step.federation), step, self.options)
 
     def next_state(self, inputs: StepInputs) -> ServerState:
         """The tree, made in the first round in which everyone took part."""

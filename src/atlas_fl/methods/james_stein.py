@@ -18,13 +18,13 @@ y_k and N_k are those of `methods.mta`. With d = 1 it is the formula for numbers
 """
 
 import numpy as np
-from jaxtyping import Float64
 
+from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
 from atlas_fl.methods.kriging import FromHalves
 from atlas_fl.methods.mta import means_and_errors
 
 
-def shrinkage(gram: Float64[np.ndarray, "n2 n2"]) -> float:
+def shrinkage(gram: HalfGram) -> float:
     """The factor s from the inner products of halves; 1 of a client without noise or without others."""
     means, errors = means_and_errors(gram)
     n, noise = len(means), np.diag(errors)
@@ -44,9 +44,7 @@ class JamesStein(FromHalves):
     name = "james_stein"
     differs = "models for means of samples, noise from halves; the dimension of the noise is measured"
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """s I + (1 - s) / n."""
         n, kept = len(examples), shrinkage(gram)
         return np.asarray(kept * np.eye(n) + (1 - kept) / n)

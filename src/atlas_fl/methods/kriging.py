@@ -53,12 +53,21 @@ from scipy.optimize import nnls
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, HalfGram, Square, Vector
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
-from atlas_fl.params import ByClient, Params, ServerState, shared_params, subtree, tensors
+from atlas_fl.params import (
+    ByClient,
+    Params,
+    ServerState,
+    flatten_by_client,
+    shared_params,
+    subtree,
+    tensors,
+    unflatten_by_client,
+)
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""
@@ -70,9 +79,7 @@ TINY = 1e-6
 """Share of the longest below which a client's length is rounding."""
 
 
-def measure(
-    gram: Float64[np.ndarray, "n2 n2"],
-) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, " n"]]:
+def measure(gram: HalfGram) -> tuple[Square, Vector]:
     """(K, N) from the inner products of all first halves, then all second halves, with each other."""
     n = len(gram) // 2
     cross, lengths = gram[:n, n:], np.diag(gram)
@@ -80,15 +87,13 @@ def measure(
     return (cross + cross.T) / 2, np.maximum(noise, 0.0)
 
 
-def positive_part(matrix: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+def positive_part(matrix: Square) -> Square:
     """The nearest positive semidefinite matrix: without the negative eigenvalues, which only noise can make."""
     values, vectors = np.linalg.eigh(matrix)
     return np.asarray((vectors * np.maximum(values, 0.0)) @ vectors.T)
 
 
-def correlations(
-    covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
-) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, " n"]]:
+def correlations(covariance: Square, noise: Vector, shares: Vector) -> tuple[Square, Vector]:
     """(R, c): zero, and without meaning, for clients in which nothing is after anything."""
     known = positive_part(covariance)
     lengths = np.sqrt(np.maximum(np.diag(known), 0.0))
@@ -102,9 +107,7 @@ def correlations(
     return correlation, np.where(is_known, pooled, 1.0)
 
 
-def prediction_rows(
-    covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def prediction_rows(covariance: Square, noise: Vector, shares: Vector) -> Square:
     """m_k of every client, a row each; `shares` of the examples, which sum to 1, where there is nothing to predict."""
     correlation, reliability = correlations(covariance, noise, shares)
     rows = []
@@ -116,14 +119,14 @@ def prediction_rows(
     return np.stack(rows)
 
 
-def bound_others(matrix: Float64[np.ndarray, "n n"], max_share: float) -> Float64[np.ndarray, "n n"]:
+def bound_others(matrix: Square, max_share: float) -> Square:
     """The rows with no other client's share above `max_share`; what is taken off is the client's own."""
     others = np.minimum(matrix * (1 - np.eye(len(matrix))), max_share)
     return np.asarray(others + np.diag(1 - others.sum(axis=1)))
 
 
 def measure_clusters(
-    gram: Float64[np.ndarray, "n n"], averages: Float64[np.ndarray, "c n"]
+    gram: Square, averages: Float64[np.ndarray, "c n"]
 ) -> tuple[Float64[np.ndarray, "c c"], Float64[np.ndarray, " c"]] | None:
     """(K, N) of clusters from the inner products of their members' changes; None where no cluster has two members.
 
@@ -154,7 +157,7 @@ def shares_cluster(clusters: np.ndarray) -> np.ndarray:
     return shared if 2 * shared.sum() > len(clusters) else np.zeros_like(shared)
 
 
-def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
+def alike_in_cluster(gram: HalfGram, clusters: np.ndarray) -> np.ndarray:
     """Clients, (n,) bool, in a cluster whose measured members differ by less than their noise.
 
     Where there are others, the members must also differ by less than the clusters do: a cluster that explains no
@@ -168,14 +171,14 @@ def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -
     return alike
 
 
-def _by_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _by_cluster(gram: HalfGram, clusters: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Places of the clients of each cluster, and the inner products of their halves."""
     for label in sorted(set(clusters[clusters >= 0].tolist())):
         members = np.flatnonzero(clusters == label)
         yield members, _of_members(gram, members)
 
 
-def _of_members(gram: Float64[np.ndarray, "n2 n2"], members: np.ndarray) -> Float64[np.ndarray, "m2 m2"]:
+def _of_members(gram: HalfGram, members: np.ndarray) -> HalfGram:
     """The inner products of the halves of these clients alone, by their places."""
     both = np.concatenate([members, members + len(gram) // 2])
     return gram[np.ix_(both, both)]
@@ -197,7 +200,6 @@ class MeasuredSharing:
     what differs between them over the noise of one; None without noise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class FromHalves(FromStart):
     """A method whose rows follow from split halves: `predict_rows`; averages until a client is measured."""
 
@@ -242,24 +244,22 @@ class FromHalves(FromStart):
         """
         # first halves together, then the second ones: a pack is no larger than that of the round
         first, second = (report.train_half(half) for half in (0, 1))
-        return {client: join_halves(first[client], second[client]) for client in report.clients}
+        halves = {client: {"first": first[client], "second": second[client]} for client in report.clients}
+        return {client: flatten_by_client(models) for client, models in halves.items()}
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """Two models."""
-        del classes
         return {
             name: ReportTensor(
                 shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT
             )
-            for name, tensor in join_halves(model, model).items()
+            for name, tensor in flatten_by_client({"first": model, "second": model}).items()
         }
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The state with these halves."""
-        halves = {
-            client: {half: _half(report, half) for half in ("first", "second")} for client, report in reports.items()
-        }
+        halves = {client: unflatten_by_client(report) for client, report in reports.items()}
         return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
@@ -278,16 +278,12 @@ class FromHalves(FromStart):
         keeps = ~step.present & is_measured
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The rows of clients with these inner products of halves and numbers of examples."""
-        del gram, examples
         raise ConfigError(f"method {self.name!r} has no rows from halves; define predict_rows")
 
     def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
         """The rows of those who are not measured."""
-        del is_measured
         return self.arrival(step)
 
     def _measured_rows(
@@ -304,7 +300,7 @@ class FromHalves(FromStart):
 
     def _half_gram(
         self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup
-    ) -> Float64[np.ndarray, "n2 n2"]:
+    ) -> HalfGram:
         """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
         initial, reports = initial_models_of(state), subtree(state, HALVES)
         places = [(half, name) for half in ("first", "second") for name in names]
@@ -312,9 +308,7 @@ class FromHalves(FromStart):
         before = {f"{half}/{name}": initial[name] for half, name in places}
         return self._gram(after, before, federation, group)
 
-    def _gram(
-        self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup
-    ) -> Float64[np.ndarray, "n n"]:
+    def _gram(self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup) -> Square:
         """The inner products of the changes of these models with each other, over the shared parameters of a group."""
 
         def is_in_group(key: str) -> bool:
@@ -323,7 +317,6 @@ class FromHalves(FromStart):
         return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kriging(FromHalves):
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 
@@ -336,12 +329,10 @@ class Kriging(FromHalves):
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The average by examples; inside clusters with `--within clusters`."""
         is_clustered = shares_cluster(step.federation.clusters) & self.clustered
-        inside = rules.clustered_average(self.options, step)
+        inside = rules.weighted_average(self.options, step, within=rules.CLUSTERS)
         return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The predictions, with no other's share above `--max-other-share`."""
         return self._bounded_rows(*measure(gram), examples)
 
@@ -365,7 +356,7 @@ class Kriging(FromHalves):
             return result
         clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
         alike = alike_in_cluster(gram, clusters)
-        result[known[alike]] = rules.clustered_average(self.options, step)[known[alike]]
+        result[known[alike]] = rules.weighted_average(self.options, step, within=rules.CLUSTERS)[known[alike]]
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]
@@ -374,9 +365,7 @@ class Kriging(FromHalves):
             result[np.ix_(inside[others], inside)] = rows[others]
         return result
 
-    def _predict_clusters(
-        self, step: rules.MixingContext, models: rules.RoundModels, matrix: Float64[np.ndarray, "n n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def _predict_clusters(self, step: rules.MixingContext, models: rules.RoundModels, matrix: Square) -> Square:
         """The matrix with the rows of clusters for the averages of those who share one and took part."""
         result, names = matrix.copy(), step.federation.clients
         before = initial_models_of(models.server_state)
@@ -394,14 +383,12 @@ class Kriging(FromHalves):
                 result[np.ix_(places, places)] = (self._bounded_rows(*measured, sizes) @ averages)[cluster]
         return result
 
-    def _bounded_rows(
-        self, covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], examples: np.ndarray
-    ) -> Float64[np.ndarray, "n n"]:
+    def _bounded_rows(self, covariance: Square, noise: Vector, examples: np.ndarray) -> Square:
         """The predictions by numbers of examples, with no other's share above `--max-share`."""
         weights = np.asarray(examples, np.float64)
         return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.max_other_share)
 
-    def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: rules.ParameterGroup) -> bool:
+    def _is_alike(self, gram: HalfGram, group: rules.ParameterGroup) -> bool:
         """Return whether clients with these halves get one average: adapters that differ by less than their noise."""
         ratio = variance_over_noise(gram)
         return self.clustered and not group.is_head and ratio is not None and ratio < 1
@@ -456,13 +443,7 @@ class Atlas(Kriging):
     fixed: ClassVar = {"within": rules.CLUSTERS}
 
 
-def join_halves(first: Params, second: Params) -> Params:
-    """Report of two trained halves, each tensor under the name of its half."""
-    named = (("first/", first), ("second/", second))
-    return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
-
-
-def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
+def variance_over_noise(gram: HalfGram) -> float | None:
     """tau^2 / N from the inner products of halves, 0 at least; None of one client and without noise."""
     noise = measure(gram)[1]
     if len(noise) < 2 or noise.mean() <= 0:
@@ -470,14 +451,8 @@ def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
     return max(0.0, variance_between(gram)) / float(noise.mean())
 
 
-def variance_between(gram: Float64[np.ndarray, "n2 n2"]) -> float:
+def variance_between(gram: HalfGram) -> float:
     """tau^2 from the inner products of halves, without bias and so of either sign; 0 of one client."""
     covariance, n = measure(gram)[0], len(gram) // 2
     own = float(np.trace(covariance)) / max(1, n)
     return 0.0 if n < 2 else own - (float(covariance.sum()) - own * n) / (n * (n - 1))
-
-
-def _half(report: Params, half: str) -> Params:
-    """Report of one half, by parameter."""
-    start = f"{half}/"
-    return {key.removeprefix(start): tensor for key, tensor in report.items() if key.startswith(start)}

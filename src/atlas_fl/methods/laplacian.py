@@ -7,7 +7,7 @@ Elbakary et al. 2024, "MIRA: A method of federated multi-task learning for large
 
 import numpy as np
 
-from atlas_fl.aggregation.matrices import drop_edges, laplacian_step
+from atlas_fl.aggregation.matrices import drop_edges, laplacian_step, rows_over_sums
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.averages import FedAvgCluster
 from atlas_fl.methods.method import Method
@@ -39,9 +39,7 @@ class AtlasLaplacian(Method):
 
         It is the whole step of a client that has no model yet.
         """
-        edges = drop_edges(step.federation.adjacency, step.groups) * step.present[None, :]
-        degree = edges.sum(axis=1, keepdims=True)
-        return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
+        return rows_over_sums(drop_edges(step.federation.adjacency, step.groups) * step.present[None, :])
 
 
 class AtlasNoLaplacian(FedAvgCluster):

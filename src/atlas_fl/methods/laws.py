@@ -18,7 +18,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers, RoundModels, StrategyOptions
 from atlas_fl.errors import AtlasError
 from atlas_fl.methods.method import Aggregated, Method, RoundStart, StepInputs
-from atlas_fl.params import HEAD, ByClient, Params, ServerState
+from atlas_fl.params import HEAD, ByClient, Params, ServerState, digest
 
 CLIENTS = ("a", "b", "c", "d", "e")
 TASKS = ("movie", "movie", "trec", "trec", "movie")
@@ -150,11 +150,7 @@ def _distance(one: Params, other: Params) -> float:
 
 
 def _same_tensors(one: ByClient, other: ByClient) -> bool:
-    return all(
-        one[name].keys() == other[name].keys()
-        and all(torch.equal(one[name][key], other[name][key]) for key in one[name])
-        for name in one
-    )
+    return all(digest(one[name]) == digest(other[name]) for name in one)
 
 
 def _shapes(trial: Trial) -> str:

@@ -17,7 +17,7 @@ settings read. A method holds its options and nothing else: all that changes is 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, dataclass_transform
 
 import numpy as np
 import torch
@@ -127,13 +127,20 @@ class ReportTensor:
     most: float = 1e30
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Part:
-    """Tensors that travel and stay beside the models of a run; none by default."""
+    """Tensors that travel and stay beside the models of a run; none by default.
+
+    Every class below it is a frozen dataclass, whose annotated fields are knobs.
+    """
 
     options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions)
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Options that it does not leave to the settings."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", replace(self.options, **self.fixed))
@@ -145,22 +152,18 @@ class Part:
 
     def send(self, round: RoundStart) -> TreesByClient:
         """Tensors that go down beside the models, by kind and client."""
-        del round
         return {}
 
     def keep(self, round: RoundStart) -> TreesByClient:
         """Tensors that clients begin the round with from what they kept, by kind and client; they do not travel."""
-        del round
         return {}
 
     def own_training(self, round: RoundStart) -> OwnTraining | None:
         """A second training of every client beside that of the shared model."""
-        del round
         return None
 
     def predict(self, round: RoundStart) -> ByClient:
         """Models that clients predict with where these are not their own; `round` is the state that they do it in."""
-        del round
         return {}
 
 
@@ -202,7 +205,6 @@ class Aggregated:
     """The mixing matrices that were applied, `adapters` and `head`; empty where there are others."""
 
 
-@dataclass(frozen=True)
 class Method(Part):
     """A federated method: `rule` gives the mixing matrix, or `aggregate` the whole server step."""
 
@@ -279,12 +281,10 @@ class Method(Part):
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""
-        del client_models
         return {}
 
     def extend_state(self, server_state: ServerState, newcomers: ByClient) -> ServerState:
         """The server state with an entry for each of these newcomers, from the models that they begin with."""
-        del newcomers
         return server_state
 
     def check(self, models: ByClient, federation: Federation) -> None:
@@ -309,12 +309,10 @@ class Method(Part):
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
         """Warnings before a run with these clients."""
-        del federation
         return ()
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """M (n, n), row-stochastic, for one group of parameters."""
-        del step
         raise ConfigError(
             f"method {self.name!r} has no rule; define it, or aggregate and arrival (rows of newcomers), or set"
             " takes_newcomers = False"
@@ -352,7 +350,7 @@ class Method(Part):
             before=inputs.client_models, after=after, server_state=server_state, answers=inputs.answers
         )
         matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
-        mixed = rules.mix_by_space(after, matrices, federation, self.options, self.reduce)
+        mixed = rules.mix(after, matrices, federation.clients, self.options, self.reduce)
         done = Aggregated(
             server_state=server_state,
             client_models=mixed.by_client,
@@ -367,7 +365,6 @@ class Method(Part):
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step after the mixing, where there is more to it."""
-        del inputs
         return done
 
     def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:
@@ -389,19 +386,17 @@ class Method(Part):
             return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
 
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
-        by_client = rules.mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
+        by_client = rules.mix(everyone, rows, federation.clients, self.options, self.reduce).by_client
         return {client: by_client[client] for client in fresh}
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
         """Other models for clients to begin the round with, by their losses; None where they begin with their own."""
-        del round, losses
         return None
 
     # reports
 
     def reports_in(self, round: int) -> bool:
         """Return whether clients may be asked for a report in this round, where it ends in an aggregation."""
-        del round
         return self.report != "none"
 
     def ask(self, round: RoundStart) -> Collection[str]:
@@ -411,19 +406,16 @@ class Method(Part):
     @classmethod
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """The report of each client; it runs where the client's examples are."""
-        del report
         raise ConfigError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it; define measure")
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """The tensors of a report of a client with this model, by name; by default any one number `value`."""
-        del model, classes
         return {"value": ReportTensor(shape=())}
 
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
         """Fault of the values of a report of a client with these training examples by class; empty without one."""
-        del report, counts
         return ""
 
     @classmethod
@@ -432,36 +424,30 @@ class Method(Part):
 
         `labels` are of the training examples; `most` of them train in a round.
         """
-        del most
         return {"a report": len(labels)}
 
     def sent_tensors(self, model: Params, *, classes: int, round: int) -> Mapping[str, Mapping[str, ReportTensor]]:
         """The tensors that may go down beside this model in this round, by kind and name, for sites to check."""
-        del model, classes, round
         return {}
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The server state with what these clients have reported."""
-        del reports
         return server_state
 
     def measured(
         self, before: ServerState, after: ServerState, federation: Federation, matrices: rules.Matrices
     ) -> tuple[Any, ...]:
         """Rows on what the reports of this round have shown, for the record of the round."""
-        del before, after, federation, matrices
         return ()
 
     # a part that clients hold frozen
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Part that this client holds frozen beside its adapter; of most methods everyone holds the same."""
-        del server_state, client
         return {}
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """Addition of the newest round to it."""
-        del server_state, client
         return {}
 
 
@@ -490,9 +476,5 @@ class PublishedMethod:
 
 SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"
 """Why a method works in simulations alone."""
-
-
 WHOLE_MODELS = "whole models"
 """The clause of a method whose paper trains whole models, by plain SGD."""
-FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}
-"""Settings of methods that average A and B apart."""

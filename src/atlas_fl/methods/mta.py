@@ -21,13 +21,12 @@ largest distance stands for their interval of means. W is found once, and holds 
 model differs from another it is the average by examples.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Float64
 
 from atlas_fl.aggregation.distances import gram_distances
+from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.kriging import FromHalves, variance_between
 
@@ -35,18 +34,14 @@ TINY = 1e-12
 """Share of the largest total variance below which one is rounding."""
 
 
-def means_and_errors(
-    gram: Float64[np.ndarray, "n2 n2"],
-) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, "n n"]]:
+def means_and_errors(gram: HalfGram) -> tuple[Square, Square]:
     """Inner products of the means of both halves, and of half their differences, from those of the halves."""
     n = len(gram) // 2
     same, other = gram[:n, :n] + gram[n:, n:], gram[:n, n:] + gram[n:, :n]
     return (same + other) / 4, (same - other) / 4
 
 
-def shrinkage_rows(
-    variance: float, noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
-) -> Float64[np.ndarray, "n n"]:
+def shrinkage_rows(variance: float, noise: Vector, shares: Vector) -> Square:
     """W for this variance between clients; the shares of the examples where there is neither variance nor noise."""
     total = variance + noise
     if total.max() <= 0:
@@ -57,7 +52,6 @@ def shrinkage_rows(
     return np.asarray(np.diag(kept) + np.outer(1 - kept, mean))
 
 
-@dataclass(frozen=True, kw_only=True)
 class MultiTaskAveraging(FromHalves):
     """Multi-Task Averaging of models, by the noise of split halves (Feldman et al. 2012, 2014; `--mta-similarity`)."""
 
@@ -69,9 +63,7 @@ class MultiTaskAveraging(FromHalves):
     name = "mta"
     differs = "models for means of samples, noise from halves"
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """W of these clients; a client alone keeps its model."""
         n = len(examples)
         if n < 2:

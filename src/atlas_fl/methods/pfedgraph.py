@@ -11,15 +11,13 @@ The cosines come from the Gram matrix of the changes, in product space of s B A:
 (`--gram-by`). Heads of different tasks have nothing in common.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from jaxtyping import Float64
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.matrices import Federation, Vector
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
@@ -28,7 +26,7 @@ INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
 
 
-def project_onto_simplex(point: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+def project_onto_simplex(point: Vector) -> Vector:
     """The nearest point whose entries are 0 or more and sum to 1. Duchi et al., 2008."""
     falling = np.sort(point)[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(point) + 1)
@@ -41,7 +39,6 @@ def initial_models_of(state: ServerState) -> ByClient:
     return params_by_client(state, INITIAL)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
@@ -71,7 +68,6 @@ class FromStart(Method):
         return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedGraph(FromStart):
     """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
 
@@ -103,5 +99,4 @@ class PFedGraph(FromStart):
 
     def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples."""
-        groups = rules.groups_within(step, self.options.within)
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+        return rules.weighted_average(self.options, step, within=self.options.within)

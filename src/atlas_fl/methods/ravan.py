@@ -9,21 +9,20 @@ up apart, h values more; clients that train some of the heads alone, by their me
 beyond a side of a layer, its factors are orthonormal the other way. Heads of tasks are averaged inside their task.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
+from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
 from atlas_fl.rng import torch_generator
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgOfHeads(FedAvgBetweenFactors):
     """RAVAN: the average of all s_i H_i between orthonormal factors that the seed draws."""
 
@@ -65,11 +64,3 @@ def with_scaled_heads(params: Params) -> dict[str, Tensor]:
         core = key.removesuffix(LORA_SCALE) + LORA_CORE
         scaled |= {core: params[key][:, None, None] * params[core], key: torch.ones_like(params[key])}
     return scaled
-
-
-RAVAN = PublishedMethod(
-    summary="RAVAN: heads of square blocks with factors between frozen bases (NeurIPS 2025, arXiv:2506.05568).",
-    differs="all clients train all heads",
-    rule="fedavg_of_heads",
-    settings=CORE_SETTINGS,
-)

@@ -16,17 +16,15 @@ their task. An update's norm is bounded before any rule (`aggregation.norm_bound
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Float64
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import squared_distances
-from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.matrices import Federation, Square, Vector, average
 from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, groups_within
 from atlas_fl.methods.knobs import Range
@@ -58,7 +56,7 @@ def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
     return stack.sort(0).values[count : len(stack) - count].mean(0)
 
 
-def krum_scores(squares: Float64[np.ndarray, "n n"], byzantine: int) -> Float64[np.ndarray, " n"]:
+def krum_scores(squares: Square, byzantine: int) -> Vector:
     """The sum of squared distances to the n - f - 2 nearest others, at least one, where there are others."""
     n = len(squares)
     nearest = min(max(n - byzantine - 2, 1), n - 1)
@@ -66,14 +64,14 @@ def krum_scores(squares: Float64[np.ndarray, "n n"], byzantine: int) -> Float64[
     return np.asarray(np.sort(others, axis=1)[:, :nearest].sum(axis=1))
 
 
-def krum_weights(squares: Float64[np.ndarray, "n n"], *, byzantine: int, selected: int) -> Float64[np.ndarray, " n"]:
+def krum_weights(squares: Square, *, byzantine: int, selected: int) -> Vector:
     """Equal weights of so many models with the least scores, and of those that tie with the last of them."""
     scores = krum_scores(squares, byzantine)
     chosen = scores <= np.sort(scores)[selected - 1] * (1 + TIE)
     return np.asarray(chosen / chosen.sum())
 
 
-def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+def weiszfeld_weights(squares: Square) -> Vector:
     """The weights c of the geometric median `sum_k c_k w_k`, from the mean on.
 
     The distance of a point to a model follows from those between models: d_k^2 = sum_l c_l d_kl^2 - half of c^T D c.
@@ -100,7 +98,6 @@ def model_distances(step: MixingContext, clients: Sequence[int], options: Strate
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Robust(Method):
     """An aggregate of the present of each group that few hostile clients do not move far.
 
@@ -146,7 +143,6 @@ class Median(Robust):
         return coordinate_median
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrimmedMean(Robust):
     """The mean of every value without its lowest and highest (`--trim`)."""
 
@@ -168,7 +164,7 @@ class TrimmedMean(Robust):
 class ByDistance(Robust):
     """Weights of each group's present, as the distances between their models give them."""
 
-    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    def weigh(self, squares: Square) -> Vector:
         """The weights of a group from the squared distances between its models; by default the plain mean."""
         return np.full(len(squares), 1 / len(squares))
 
@@ -196,7 +192,7 @@ class Krum(ByDistance):
         """Fewer than half of n - 2."""
         return max((n - 3) // 2, 0)
 
-    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    def weigh(self, squares: Square) -> Vector:
         """All weight on the model with the least score."""
         return krum_weights(squares, byzantine=self.byzantine, selected=1)
 
@@ -206,7 +202,7 @@ class MultiKrum(Krum):
 
     name = "multi_krum"
 
-    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    def weigh(self, squares: Square) -> Vector:
         """Equal weights of the models with the least scores."""
         n, f = len(squares), self.byzantine
         # all but f, and more than half
@@ -219,6 +215,6 @@ class GeometricMedian(ByDistance):
     name = "geometric_median"
     differs = "whole models; every client counts alike, there by examples"
 
-    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    def weigh(self, squares: Square) -> Vector:
         """Weiszfeld's weights."""
         return weiszfeld_weights(squares)

@@ -12,8 +12,7 @@ With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from atlas_fl.methods.method import OwnTraining, Part, RoundStart
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
 
 
-@dataclass(frozen=True, kw_only=True)
 class SecondModel(Part):
     """A second model of one kind, at the client and in the round."""
 
@@ -41,6 +39,8 @@ class SecondModel(Part):
 
     kind: ClassVar[str] = "none"
     """The value of `--second-model`."""
+    role: ClassVar[str] = "companion"
+    """The kind under which the shared model goes to the second training: an `anchor` pulls it by the second weight."""
 
     @property
     def changes_prediction(self) -> bool:
@@ -54,7 +54,6 @@ class SecondModel(Part):
 
         With a `gate` (`initial_gate`) what is stacked is weighed by the input, and the gate is among the tensors.
         """
-        del shared, gate
         return own
 
     def after_step(self, leaves: Mapping[str, Tensor]) -> None:
@@ -66,28 +65,20 @@ class SecondModel(Part):
         """The second model before its first round: the one that everyone starts with."""
         return start
 
-    def beside(self, shared: ByClient) -> Mapping[str, ByClient]:
-        """Tensors that go to the second training: the shared model, by its role."""
-        return {"companion": shared}
-
-    def training_options(self) -> dict[str, Any]:
-        """Options of the second training that differ from the first."""
-        return {"proximal_mu": 0.0}
-
     def own_training(self, round: RoundStart) -> OwnTraining | None:
         """The second training of the clients of the round, beside the shared models as they were sent."""
         shared = {name: round.client_models[name] for name in round.clients}
         models = {name: round.of("second").get(name) or self.initial(params) for name, params in shared.items()}
         return OwnTraining(
             models=models,
-            sent=self.beside(shared),
+            sent={self.role: shared},
             kept={"gate": gates(round, shared, self.second_gate)},
             options={
+                "proximal_mu": self.second_weight if self.role == "anchor" else 0.0,
                 "second_model": self.kind,
                 "second_weight": self.second_weight,
                 "control_variates": False,
                 "update_filter": (),  # it never leaves its client
-                **self.training_options(),
             },
         )
 

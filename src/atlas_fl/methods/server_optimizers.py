@@ -35,26 +35,19 @@ from atlas_fl.params import (
     LORA_B,
     ByClient,
     Params,
-    ServerState,
     lora_modules,
     params_by_client,
     shared_params,
 )
 
-SecondMoment: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
-"""v_t from v_{t-1}, Delta_t^2 and beta_2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptimizer:
-    """Hyper-parameters and second moment of one server optimizer."""
-
-    lr: float
-    beta1: float
-    second_moment: SecondMoment | None
-    """None of a rule without one, whose momentum is not damped either."""
-    beta2: float = 0.99
-    tau: float = 1e-3
+SECOND_MOMENTS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "fedadagrad": lambda v, square, _: v + square,
+    "fedyogi": lambda v, square, beta2: v - (1 - beta2) * square * (v - square).sign(),
+    "fedadam": lambda v, square, beta2: beta2 * v + (1 - beta2) * square,
+}
+"""v_t from v_{t-1}, Delta_t^2 and beta_2 by method; a method without one does not damp its momentum either."""
+MOMENTS = ("first", "second")
+"""Entries of the server state: m and v by cohort and name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +84,6 @@ def cohort_keys(params: Params, cohort: Cohort, options: rules.StrategyOptions) 
     """The shared tensors of a member's model that the cohort has in common."""
     shared = shared_params(params, options.share)
     return [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
-
-
-def server_step(
-    current: Tensor, change: Tensor, moments: Mapping[str, Tensor], *, rule: ServerOptimizer
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(x_{t+1} in float64, m_t and v_t by name) from x_t and Delta_t; no moments before the first step."""
-    first = rule.beta1 * moments["first"].to(change) if moments else torch.zeros_like(change)
-    first = first + (change if rule.second_moment is None else (1 - rule.beta1) * change)
-    if rule.second_moment is None:
-        return current + rule.lr * first, {"first": first.float()}
-    second = moments["second"].to(change) if moments else torch.full_like(change, rule.tau**2)
-    second = rule.second_moment(second, change.square(), rule.beta2)
-    step = rule.lr * first / (second.sqrt() + rule.tau)
-    return current + step, {"first": first.float(), "second": second.float()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,32 +163,6 @@ class CohortStep:
         return stack_b @ stack_a
 
 
-class _Moments:
-    """The moments of a server optimizer, which go on with every value that it steps."""
-
-    def __init__(self, rule: ServerOptimizer, state: ServerState) -> None:
-        self._rule = rule
-        self._by_kind: dict[str, dict[str, dict[str, Tensor]]] = {
-            kind: {name: dict(moments) for name, moments in params_by_client(state, kind).items()}
-            for kind in ("first", "second")
-        }
-
-    @property
-    def state(self) -> ServerState:
-        """The moments by kind, cohort and name."""
-        return {kind: moments for kind, moments in self._by_kind.items() if moments}
-
-    def next_value(self, cohort: Cohort, name: str, values: Values) -> Tensor:
-        """x_{t+1} of this value."""
-        own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in self._by_kind.items()}
-        known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
-        current = values.sent(cohort.weights)
-        model, moments = server_step(current, values.trained(cohort.weights) - current, known, rule=self._rule)
-        for kind, tensor in moments.items():
-            self._by_kind[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
-        return model
-
-
 def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, float]) -> Tensor:
     """sum_k p_k w_k in float64.
 
@@ -237,12 +190,10 @@ class ByCohort(Method):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside each cohort."""
-        groups = rules.groups_within(step, self.options.within)
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
+        return rules.weighted_average(self.options, step, within=self.options.within)
 
     def next_values(self, inputs: StepInputs) -> NextValue:
         """The step of a value in this round; by default to the average of what was trained."""
-        del inputs
         return lambda cohort, _name, values: values.trained(cohort.weights)
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
@@ -262,7 +213,6 @@ class ByCohort(Method):
         return Aggregated(server_state={}, client_models=models, discarded=discarded)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServerStep(ByCohort):
     """The average change of each cohort is the gradient of a step of the server."""
 
@@ -281,50 +231,65 @@ class ServerStep(ByCohort):
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
     differs = "whole models"
-    optimizer: ClassVar[ServerOptimizer]
+    usual_lr: ClassVar[float] = 0.01
+    """Learning rate where the settings give none."""
+    usual_beta1: ClassVar[float] = 0.9
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
-        """One step of every cohort of which somebody took part."""
-        usual = self.optimizer
-        rule = replace(
-            usual,
-            lr=usual.lr if self.server_lr is None else self.server_lr,
-            beta1=usual.beta1 if self.server_beta1 is None else self.server_beta1,
-            beta2=self.server_beta2,
-            tau=self.server_tau,
-        )
-        moments = _Moments(rule, inputs.server_state)
-        done = self.step(moments.next_value, inputs)
-        return replace(done, server_state=moments.state)
+        """One step of every cohort of which somebody took part; the moments go on with every value that it steps."""
+        moments: dict[str, dict[str, dict[str, Tensor]]] = {
+            kind: {cohort: dict(known) for cohort, known in params_by_client(inputs.server_state, kind).items()}
+            for kind in MOMENTS
+        }
+
+        def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
+            own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in moments.items()}
+            known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
+            current = values.sent(cohort.weights)
+            model, new = self.move(current, values.trained(cohort.weights) - current, known)
+            for kind, tensor in new.items():
+                moments[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
+            return model
+
+        done = self.step(next_value, inputs)
+        return replace(done, server_state={kind: by_cohort for kind, by_cohort in moments.items() if by_cohort})
+
+    def move(self, current: Tensor, change: Tensor, known: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(x_{t+1} in float64, m_t and v_t) from x_t, Delta_t and the moments before; none before the first step."""
+        lr = self.usual_lr if self.server_lr is None else self.server_lr
+        beta1 = self.usual_beta1 if self.server_beta1 is None else self.server_beta1
+        second_moment = SECOND_MOMENTS.get(self.name)
+        first = beta1 * known["first"].to(change) if known else torch.zeros_like(change)
+        first = first + (change if second_moment is None else (1 - beta1) * change)
+        if second_moment is None:
+            return current + lr * first, {"first": first.float()}
+        second = known["second"].to(change) if known else torch.full_like(change, self.server_tau**2)
+        second = second_moment(second, change.square(), self.server_beta2)
+        step = lr * first / (second.sqrt() + self.server_tau)
+        return current + step, {"first": first.float(), "second": second.float()}
 
 
 class FedAvgM(ServerStep):
     """Server momentum on the average change (`--server-lr`, `--server-beta1`)."""
 
     name = "fedavgm"
-    optimizer = ServerOptimizer(lr=1.0, beta1=0.9, second_moment=None)
+    usual_lr = 1.0
 
 
 class FedAdagrad(ServerStep):
     """Adagrad of the server on the average change (`--server-lr`, `--server-tau`)."""
 
     name = "fedadagrad"
-    optimizer = ServerOptimizer(lr=0.01, beta1=0.0, second_moment=lambda v, square, _: v + square)
+    usual_beta1 = 0.0
 
 
 class FedYogi(ServerStep):
     """Yogi of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
 
     name = "fedyogi"
-    optimizer = ServerOptimizer(
-        lr=0.01, beta1=0.9, second_moment=lambda v, square, beta2: v - (1 - beta2) * square * (v - square).sign()
-    )
 
 
 class FedAdam(ServerStep):
     """Adam of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
 
     name = "fedadam"
-    optimizer = ServerOptimizer(
-        lr=0.01, beta1=0.9, second_moment=lambda v, square, beta2: beta2 * v + (1 - beta2) * square
-    )

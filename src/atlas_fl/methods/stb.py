@@ -18,19 +18,16 @@ arXiv:2403.15038, have weights for neighbours of unequal noise, and a second rul
 the risk minimised over all convex weights); both are left out.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from jaxtyping import Float64
 
+from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.kriging import FromHalves, measure
 
 
-def neighbour_rows(
-    covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], *, zeta: float, c: float
-) -> Float64[np.ndarray, "n n"]:
+def neighbour_rows(covariance: Square, noise: Vector, *, zeta: float, c: float) -> Square:
     """The rows m_k."""
     own = np.diag(covariance)
     near = np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0.0) <= zeta * noise[:, None]
@@ -40,7 +37,6 @@ def neighbour_rows(
     return np.asarray(np.diag(kept) + ((1 - kept) / sizes)[:, None] * near)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimilarityTests(FromHalves):
     """Models shrunk to the average of neighbours that a test finds (AISTATS 2021; `--stb-zeta`, `--stb-c`)."""
 
@@ -52,9 +48,6 @@ class SimilarityTests(FromHalves):
     name = "stb"
     differs = "models for means of samples, noise from halves; zeta and c are settings, there chosen on validation"
 
-    def predict_rows(
-        self, gram: Float64[np.ndarray, "n2 n2"], examples: Float64[np.ndarray, " n"]
-    ) -> Float64[np.ndarray, "n n"]:
+    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The rows m_k; numbers of examples count by the noise alone."""
-        del examples
         return neighbour_rows(*measure(gram), zeta=self.stb_zeta, c=self.stb_c)

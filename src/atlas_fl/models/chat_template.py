@@ -2,37 +2,19 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from atlas_fl import models
 from atlas_fl.errors import ModelError, short_repr
 
-_ANSWER = "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
-TEMPLATES: Mapping[str, str] = {
-    "chatml": (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-        "{% if message.role == 'assistant' %}" + _ANSWER + "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}"
-        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "alpaca": (
-        "{% if messages[0].role != 'system' %}{{ 'Below is an instruction that describes a task. Write a response that"
-        " appropriately completes the request.\n\n' }}{% endif %}"
-        "{% for message in messages %}{% if message.role == 'assistant' %}"
-        "{{ '### Response:\n' }}" + _ANSWER + "{{ '\n\n' }}"
-        "{% elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}"
-        "{% else %}{{ message.content + '\n\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
-    ),
-    "plain": (
-        "{% for message in messages %}"
-        "{% if message.role == 'assistant' %}" + _ANSWER + "{% else %}{{ message.content + '\n' }}{% endif %}"
-        "{% endfor %}"
-    ),
-}
+TEMPLATES: Mapping[str, str] = tomllib.loads(resources.files(models).joinpath("chat_templates.toml").read_text("utf-8"))
 """Chat templates (Jinja) by name, for tokenizers that have none; an answer ends with the tokenizer's end of text."""
 
 Span = tuple[int, int]

@@ -47,7 +47,6 @@ def export_gated_adapter(
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
-    within: Path | None = None,
 ) -> None:
     """Write one client's gated model as a folder for `load_gated_adapter`; it is there in full, or not at all."""
     scales = {family.stock_name(module): scale(len(params[module + LORA_A])) for module in lora_modules(params)}
@@ -55,7 +54,7 @@ def export_gated_adapter(
         stock_key(key) if key.startswith(HEAD) else family.stock_name(key): tensor.detach()
         for key, tensor in params.items()
     }
-    with atomic_folder(folder, within=within) as draft:
+    with atomic_folder(folder) as draft:
         settings = {"format": 1, "base_model_name_or_path": base, "scales": scales}
         write_atomic(draft / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))

@@ -5,28 +5,20 @@ order there: the two halves of a head alternate, because llama.cpp rotates neigh
 (`storage.gguf_smollm2` reads them so).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.registry import Family
+from atlas_fl.models.registry import KNOWN, Family
 from atlas_fl.params import LORA_A, LORA_B, Params, ranks
 from atlas_fl.storage.extras import install_command
 
 FILE = "adapter.gguf"
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-}
-"""llama.cpp's name of an architecture by that of transformers: those whose layers are one tensor each in both."""
+ARCHITECTURES: Mapping[str, str] = KNOWN["llama_cpp"]
+"""llama.cpp's name of an architecture by that of transformers."""
 _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 """Heads by the name of a layer whose rows stand in another order, as the model's config has them."""
 

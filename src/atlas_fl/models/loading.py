@@ -88,7 +88,7 @@ def load_backbone(
     if family.images:
         raise ModelError(
             f"model {name!r} has the architecture {family.model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-            " choose one of these or add a Family in models/registry.py"
+            " choose one of these or add a Family in models/known.toml"
         )
     if family.stock:
         return _load_stock_backbone(name, source, family, device=device, writes=writes, weights=weights)
@@ -304,7 +304,6 @@ def save_classifier(
     *,
     labels: Sequence[str],
     multilabel: bool = False,
-    within: Path | None = None,
 ) -> None:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 
@@ -326,10 +325,10 @@ def save_classifier(
         key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor
         for key, tensor in {**backbone.frozen, **params}.items()
     }
-    save_stock(AutoModelForSequenceClassification, config, tensors, backbone.tokenizer, folder, within=within)
+    save_stock(AutoModelForSequenceClassification, config, tensors, backbone.tokenizer, folder)
 
 
-def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: Path, *, within: Path | None) -> None:
+def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: Path) -> None:
     """Write the stock model of this config with these tensors, and what prepares its input, as a folder."""
     with loading_lock():
         model = auto.from_config(config, trust_remote_code=False)
@@ -337,7 +336,7 @@ def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: 
         assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
         stored = [key for key in model.state_dict() if key in tensors]
         model.load_state_dict({key: tensors[key].cpu() for key in stored}, strict=False)
-        with atomic_folder(folder, within=within) as draft:
+        with atomic_folder(folder) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)
 
@@ -461,14 +460,13 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
 
 def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
     """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
-    family = backbone.family
-    tensors: dict[str, Tensor] = {}
-    stem = tuple(f"{module}." for module in family.stem)
-    for name, tensor in backbone.parameters.items():
-        in_block = name.startswith(family.blocks + ".")
-        if name.startswith(stem) or (in_block and block_index(backbone, name) < blocks):
-            tensors[name] = tensor
-    return tensors
+    stem = tuple(f"{module}." for module in backbone.family.stem)
+    inside = f"{backbone.family.blocks}."
+    return {
+        name: tensor
+        for name, tensor in backbone.parameters.items()
+        if name.startswith(stem) or (name.startswith(inside) and block_index(backbone, name) < blocks)
+    }
 
 
 def first_line(error: Exception) -> str:

@@ -64,8 +64,7 @@ def _spread(weights: Tensor, low: Tensor) -> Tensor:
 def _logit_gradients(weights: Tensor, low: Tensor, lower: Tensor) -> Tensor:
     """The gradient at the gate's logits, (tokens, 2), from that at the weighed `low`, (tokens, rank)."""
     upper = torch.stack([half.sum(dim=1) for half in (lower * low).chunk(2, dim=1)], dim=1).to(weights.dtype)
-    gradient: Tensor = weights * (upper - (weights * upper).sum(dim=1, keepdim=True))
-    return gradient
+    return weights * (upper - (weights * upper).sum(dim=1, keepdim=True))
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -351,8 +350,7 @@ def merged_weight(
     a, b = (params[name + part].to(device, copy=True) for part in (LORA_A, LORA_B))
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
     stored = dense(weight.detach(), torch.float32).to(device)
-    merged: Tensor = stored + (update if isinstance(module, nn.Linear) else update.T)
-    return merged
+    return stored + (update if isinstance(module, nn.Linear) else update.T)
 
 
 def init_adapters(dims: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], *, seed: int) -> dict[str, Tensor]:

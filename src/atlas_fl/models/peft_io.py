@@ -3,19 +3,27 @@
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from atlas_fl.errors import ModelError, short_repr
-from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
+from atlas_fl.models.loading import loading_lock, loading_options
+from atlas_fl.models.registry import KNOWN, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PARTS, Params, head_keys, lora_modules, ranks, stock_key
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
@@ -24,14 +32,6 @@ from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
 _ROOT = "base_model.model."
-_QUERY_AND_VALUE = {
-    "distilbert": ("q_lin", "v_lin"),
-    "phi3": ("qkv_proj",),
-    "modernbert": ("Wqkv",),
-    "convnext": ("pwconv1", "pwconv2"),
-    "albert": ("query", "value"),
-    **dict.fromkeys((*VISION_FAMILIES, "beit", "swin"), ("q_proj", "v_proj")),
-}
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:
@@ -39,8 +39,8 @@ def default_targets(model_type: str) -> tuple[str, ...]:
 
     PEFT adapts query and value; architectures that stand in no table of its LoRA have these under other names.
     """
-    if model_type in _QUERY_AND_VALUE:
-        return _QUERY_AND_VALUE[model_type]
+    if model_type in KNOWN["query_and_value"]:
+        return tuple(KNOWN["query_and_value"][model_type])
     table: Mapping[str, list[str] | str] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = table.get(model_type)
     if not isinstance(targets, list):
@@ -58,12 +58,10 @@ def export_adapter(
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
-    within: Path | None = None,
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    The folder is there in full, or not at all, and no part of its path below `within` is a link
-    (`storage.files.atomic_folder`).
+    The folder is there in full, or not at all (`storage.files.atomic_folder`).
 
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
@@ -73,15 +71,9 @@ def export_adapter(
     by_module = ranks(params)
     names = {module: family.stock_name(module) for module in by_module}
     max_rank = max(by_module.values())
-    classifies = bool(head_keys(params))
+    classifies, writer = bool(head_keys(params)), "SEQ_2_SEQ_LM" if family.seq2seq else "CAUSAL_LM"
     config = LoraConfig(
-        task_type=None
-        if family.images
-        else "SEQ_CLS"
-        if classifies
-        else "SEQ_2_SEQ_LM"
-        if family.seq2seq
-        else "CAUSAL_LM",
+        task_type=None if family.images else "SEQ_CLS" if classifies else writer,
         base_model_name_or_path=base,
         inference_mode=True,
         r=max_rank,
@@ -95,10 +87,33 @@ def export_adapter(
     )
     config.target_modules = sorted(names.values())  # PEFT makes a set of it, whose order is another in every process
     tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
-    with atomic_folder(folder, within=within) as draft:
+    with atomic_folder(folder) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
         write_labels(draft, labels)
+
+
+def export_merged(folder: Path, to: Path, *, base: str, auto: Any, multilabel: bool = False) -> None:
+    """Write the base, in float32, with the adapter of a PEFT folder in its weights, as the stock class `auto` loads it.
+
+    Classes are those of the folder's head and `labels.json`; without names it is a regression. What prepares the input
+    goes with it.
+    """
+    labels, head = adapter_labels(folder), dict[str, Any]()
+    if auto in (AutoModelForSequenceClassification, AutoModelForImageClassification):
+        head = {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}
+    if auto is AutoModelForImageClassification:
+        head["ignore_mismatched_sizes"] = True
+    elif head and not labels:
+        head = {"num_labels": 1, "problem_type": "regression"}
+    elif multilabel:
+        head["problem_type"] = "multi_label_classification"
+    with loading_lock(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers under an old name
+        model = auto.from_pretrained(base, dtype=torch.float32, **head, **loading_options(base))
+        PeftModel.from_pretrained(model, str(folder), trust_remote_code=False).merge_and_unload().save_pretrained(to)
+        processor = AutoImageProcessor if auto is AutoModelForImageClassification else AutoTokenizer
+        processor.from_pretrained(base, **loading_options(base)).save_pretrained(to)
 
 
 def write_labels(folder: Path, labels: Sequence[str]) -> None:

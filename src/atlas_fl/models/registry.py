@@ -2,18 +2,21 @@
 
 A `RegisteredModel` says where a model comes from and which learning rate suits it. A `Family` is what ATLAS must know
 of an architecture: where its blocks are, which token stands for a sequence, what its head is. The model classes are
-stock transformers; a family is data, and its names are the stock names. A `ModelShape` is what a cost model must know
-of a transformer: sizes and nothing else.
+stock transformers; a family is data, and its names are the stock names. Both stand in `known.toml`. A `ModelShape` is
+what a cost model must know of a transformer: sizes and nothing else.
 """
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from atlas_fl import models
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, PARTS, Params
 from atlas_fl.storage.assets import asset_dir, embedded_dir
@@ -171,93 +174,20 @@ def with_trained_pooler(family: Family) -> Family:
     return replace(family, pooler=None, head=(layer, *family.head))
 
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="bert",
-            prefix="bert",
-            blocks="encoder.layer",
-            pool="first",
-            pooler="pooler",
-            head=(Dense(name="classifier"),),
-            token_types=True,
-            after_attention="attention.output",
-        ),
-        *(
-            Family(
-                model_type=model_type,
-                prefix="roberta",
-                blocks="encoder.layer",
-                pool="first",
-                head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
-                token_types=True,
-                counts_from_padding=True,
-                after_attention="attention.output",
-            )
-            for model_type in ("roberta", "xlm-roberta")
-        ),
-        Family(
-            model_type="electra",
-            prefix="electra",
-            blocks="encoder.layer",
-            pool="first",
-            head=(Dense(name="classifier.dense", activation="gelu"), Dense(name="classifier.out_proj")),
-            token_types=True,
-            stem=("embeddings", "embeddings_project"),
-            after_attention="attention.output",
-        ),
-        Family(
-            model_type="distilbert",
-            prefix="distilbert",
-            blocks="transformer.layer",
-            pool="first",
-            head=(Dense(name="pre_classifier", activation="relu"), Dense(name="classifier")),
-        ),
-        Family(
-            model_type="gpt2",
-            prefix="transformer",
-            blocks="h",
-            pool="last",
-            head=(Dense(name="score", bias=False),),
-            conv1d=True,
-            stem=("wte", "wpe"),
-            norm="ln_f",
-        ),
-        *(
-            Family(
-                model_type=model_type,
-                prefix="model",
-                blocks="layers",
-                pool="last",
-                head=(Dense(name="score", bias=False),),
-                stem=("embed_tokens",),
-                norm="norm",
-                rotary="rotary_emb",
-                rotates_by_kind=model_type == "gemma3_text",
-            )
-            for model_type in ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
-        ),
-    )
-}
+KNOWN: Mapping[str, Any] = tomllib.loads(resources.files(models).joinpath("known.toml").read_text("utf-8"))
+"""What is known of models by their aliases, and of architectures by transformers' names."""
 
-VISION_FAMILIES: dict[str, Family] = {
-    model_type: Family(
-        model_type=model_type,
-        prefix=model_type,
-        blocks=blocks,
-        pool="first",
-        head=(Dense(name="classifier"),),
-        norm="layernorm",
-        images=True,
-    )
-    for model_type, blocks in (
-        ("vit", "layers"),
-        ("deit", "layers"),
-        ("dinov2", "encoder.layer"),
-        ("dinov2_with_registers", "encoder.layer"),
-    )
-}
+
+def _family(model_type: str, row: Mapping[str, Any]) -> Family:
+    """The family of a row of `known.toml`; TOML has lists where it has tuples."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["head"] = tuple(Dense(**layer) for layer in row["head"])
+    return Family(**{"prefix": model_type, **values}, model_type=model_type)
+
+
+_FAMILIES = {model_type: _family(model_type, row) for row in KNOWN["families"] for model_type in row.pop("model_types")}
+FAMILIES: dict[str, Family] = {name: family for name, family in _FAMILIES.items() if not family.images}
+VISION_FAMILIES: dict[str, Family] = {name: family for name, family in _FAMILIES.items() if family.images}
 """Architectures that see images and whose blocks are plain transformers, so that they take adapters in packs."""
 
 
@@ -277,33 +207,7 @@ class RegisteredModel:
     note: str = ""
 
 
-MODELS: dict[str, RegisteredModel] = {
-    model.alias: model
-    for model in (
-        RegisteredModel("minilm", "embedded", "22.7M", 1e-3, note="all-MiniLM-L6-v2"),
-        RegisteredModel("distilbert", "distilbert-base-uncased", "66M", 5e-4),
-        RegisteredModel("bert", "bert-base-uncased", "110M", 3e-4),
-        RegisteredModel("bert-large", "bert-large-uncased", "336M", 2e-4),
-        RegisteredModel("roberta", "roberta-base", "125M", 3e-4),
-        RegisteredModel("roberta-large", "roberta-large", "355M", 2e-4),
-        RegisteredModel("gpt2", "gpt2", "124M", 5e-4),
-        RegisteredModel("gpt2-medium", "gpt2-medium", "355M", 3e-4),
-        RegisteredModel("gpt2-xl", "gpt2-xl", "1.5B", 2e-4),
-        RegisteredModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "494M", 2e-4),
-        RegisteredModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "1.2B", 2e-4, note="gated"),
-        RegisteredModel("smollm2-135m", "embedded", "135M", 5e-4, note="a Llama, instructed: `atlas fetch llm`"),
-        RegisteredModel("mistral-7b", "mistralai/Mistral-7B-v0.3", "7.2B", 1e-4, note="gated"),
-        RegisteredModel("dino-vits16", "facebook/dino-vits16", "21.7M", 1e-3, images=True, note="ViT"),
-        RegisteredModel(
-            "dinov2-vits14",
-            "embedded",
-            "22.1M",
-            1e-3,
-            images=True,
-            note="`atlas fetch vision`, which says where it comes from",
-        ),
-    )
-}
+MODELS: dict[str, RegisteredModel] = {alias: RegisteredModel(alias, **row) for alias, row in KNOWN["models"].items()}
 
 
 def locate_model(name: str) -> str:

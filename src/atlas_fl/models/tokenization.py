@@ -249,10 +249,12 @@ def encode_prompts(
 ) -> EncodedExamples:
     """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
-    rows = _concatenate(
-        [_answer_after(_truncate_prompt(ids, max_length, tokenizer, truncate), []) for ids in prompts],
-        full_lengths=[len(ids) for ids in prompts],
-    )
+    return _prompts([_truncate_prompt(ids, max_length, tokenizer, truncate) for ids in prompts], prompts)
+
+
+def _prompts(kept: Sequence[list[int]], whole: Sequence[list[int]]) -> EncodedExamples:
+    """Examples of what is kept of these prompts, with nothing to be predicted."""
+    rows = _concatenate([_answer_after(ids, []) for ids in kept], full_lengths=[len(ids) for ids in whole])
     return replace(rows, target_mask=None)
 
 
@@ -325,9 +327,7 @@ def encode_chat_prompts(
 ) -> EncodedExamples:
     """Conversations (JSON) up to the opening of their last answers, with nothing to be predicted."""
     whole = _token_ids([template.prompt(chat) for chat in chats], tokenizer, add_special_tokens=False)
-    prompts = [_cut(ids, max_length, truncate or "head") for ids in whole]
-    rows = _concatenate([_answer_after(ids, []) for ids in prompts], full_lengths=[len(ids) for ids in whole])
-    return replace(rows, target_mask=None)
+    return _prompts([_cut(ids, max_length, truncate or "head") for ids in whole], whole)
 
 
 def encode_choices(

@@ -8,6 +8,7 @@ client's tensors for one call. `augment` makes random crops of padded images and
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from transformers import PreTrainedModel
 
 from atlas_fl.params import HEAD, Params
 
+Pixels: TypeAlias = Shaped[Tensor, "n height width channels"]
+Images: TypeAlias = Float[Tensor, "n 3 height width"]
+Tokens: TypeAlias = Float[Tensor, "n tokens hidden"]
+Features: TypeAlias = Float[Tensor, "n features"]
 
-def augment(
-    pixels: Shaped[Tensor, "n height width channels"], *, padding: int, flip: bool, generator: torch.Generator
-) -> Shaped[Tensor, "n height width channels"]:
+
+def augment(pixels: Pixels, *, padding: int, flip: bool, generator: torch.Generator) -> Pixels:
     """New images of the same size: each cropped somewhere out of itself with a black border, and mirrored or not.
 
     `padding` is the border in pixels, 0 for no crop; with `flip` every second image on average is mirrored, left to
@@ -86,21 +90,16 @@ def backbone_weights(vision: Vision) -> Params:
     return {name: tensor.detach().float() for name, tensor in vision.backbone.named_parameters()}
 
 
-def image_features(
-    vision: Vision, params: Params, pixels: Float[Tensor, "n 3 height width"]
-) -> Float[Tensor, "n hidden"]:
+def image_features(vision: Vision, params: Params, pixels: Images) -> Features:
     """Features that the stock classifier would read, with `params` in the place of the backbone's tensors.
 
     Tensors that `params` lacks are the backbone's own; its head is not looked at.
     """
     tensors = {vision.classifier_names[key]: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    features: Tensor = functional_call(vision.model, tensors, (pixels,)).logits
-    return features
+    return functional_call(vision.model, tensors, (pixels,)).logits
 
 
-def run_image_blocks(
-    vision: Vision, pixels: Float[Tensor, "n 3 height width"], *, blocks: int
-) -> Float[Tensor, "n tokens hidden"]:
+def run_image_blocks(vision: Vision, pixels: Images, *, blocks: int) -> Tokens:
     """The output of the first `blocks` blocks of a plain vision transformer."""
     hidden: Tensor = vision.backbone.get_submodule("embeddings")(pixels)
     for block in _first_blocks(vision, blocks):
@@ -108,9 +107,7 @@ def run_image_blocks(
     return hidden
 
 
-def image_features_above(
-    vision: Vision, hidden: Float[Tensor, "n tokens hidden"], *, blocks: int
-) -> Float[Tensor, "n features"]:
+def image_features_above(vision: Vision, hidden: Tokens, *, blocks: int) -> Features:
     """Features that the stock classifier would read, from the output of its first `blocks` blocks.
 
     The stock model runs with what lies below left out: what stands behind the blocks differs between architectures.
@@ -131,9 +128,7 @@ def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
     return list(vision.backbone.get_submodule(vision.blocks).children())[:count]
 
 
-def image_logits(
-    vision: Vision, params: Params, pixels: Float[Tensor, "n 3 height width"]
-) -> Float[Tensor, "n labels"]:
+def image_logits(vision: Vision, params: Params, pixels: Images) -> Float[Tensor, "n labels"]:
     """Logits by a client's tensors and head."""
     features = image_features(vision, params, pixels)
     return nn.functional.linear(features, params[f"{HEAD}weight"], params[f"{HEAD}bias"])

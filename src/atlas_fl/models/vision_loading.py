@@ -216,9 +216,7 @@ def tokens_per_image(vision: Vision) -> int:
     return embeddings.shape[1]
 
 
-def save_vision(
-    vision: Vision, params: Params, folder: Path, *, labels: Sequence[str], within: Path | None = None
-) -> None:
+def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
     """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
 
     Tensors that `params` lacks are the backbone's own. `labels` name the classes in order. The folder is there in full,
@@ -234,4 +232,4 @@ def save_vision(
     tensors |= dict(vision.model.named_buffers())  # such as the means of batches
     tensors |= {f"{last}.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
     processor = AutoImageProcessor.from_pretrained(vision.source, trust_remote_code=False)
-    save_stock(AutoModelForImageClassification, config, tensors, processor, folder, within=within)
+    save_stock(AutoModelForImageClassification, config, tensors, processor, folder)

@@ -6,7 +6,7 @@ derives a round's matches from the clients that answered; across machines the en
 (`runtime.coordinator.peer_relay`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from atlas_fl.client.job import Job, Update
@@ -37,23 +37,10 @@ def match_round_hosts(
     if assembly.config.split.topology == "server":
         return HostAssignment()
     return HostAssignment(
-        training=_match_present_hosts(assembly, clients, training),
-        evaluation=_match_present_hosts(assembly, clients, evaluation),
+        training=_match_hosts(assembly, clients, {update.client: update.hosted for update in training}),
+        evaluation=_match_hosts(assembly, clients, {update.client: update.hosted for update in evaluation}),
         relayed=any(update.hosted is not None for update in (*training, *evaluation)),
     )
-
-
-def _match_present_hosts(
-    assembly: Assembly, clients: Sequence[ClientPlan], updates: Sequence[Update]
-) -> dict[str, host_matching.HostMatch]:
-    """Match the clients that answered; matches that the engine reports take precedence."""
-    engine_matches = {update.client: update.hosted for update in updates}
-    matches = _match_hosts(assembly, clients, present=engine_matches.keys())
-    for name, match in matches.items():
-        engine_match = engine_matches[name]
-        if engine_match is not None and engine_match.host != match.host:
-            matches[name] = engine_match
-    return matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +71,7 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
     """
     if assembly.config.split.topology == "server":
         return tuple(clients)
-    matches = _match_hosts(assembly, clients, present=[client.name for client in clients])
+    matches = _match_hosts(assembly, clients, {client.name: None for client in clients})
     assigned = []
     for client in clients:
         split = {**client.split}
@@ -95,13 +82,19 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
 
 
 def _match_hosts(
-    assembly: Assembly, clients: Sequence[ClientPlan], *, present: Collection[str]
+    assembly: Assembly, clients: Sequence[ClientPlan], present: Mapping[str, host_matching.HostMatch | None]
 ) -> dict[str, host_matching.HostMatch]:
+    """Match the clients that are present, by name; matches that the engine has reported of them take precedence."""
     guests, hosts = _hosting_requirements(assembly, clients)
-    return host_matching.match_hosts(
+    matches = host_matching.match_hosts(
         [requirement for requirement in guests if requirement.name in present],
         [requirement for requirement in hosts if requirement.name in present],
     )
+    for name, match in matches.items():
+        reported = present[name]
+        if reported is not None and reported.host != match.host:
+            matches[name] = reported
+    return matches
 
 
 def _hosting_requirements(

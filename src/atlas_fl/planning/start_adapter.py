@@ -10,15 +10,12 @@ from pathlib import Path
 
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.data.task import Task
-from atlas_fl.errors import ModelError
+from atlas_fl.errors import ModelError, first_of
 from atlas_fl.models.backbone import module_dims
 from atlas_fl.models.peft_io import adapter_base, adapter_labels, import_adapter
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.setup.assembly import Assembly
-
-_NAMED = 6
-"""Names in a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
     if cut:
         highest = max(adapter_ranks.values())
         lines.append(
-            f"{where} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start from its nearest"
+            f"{where} has ranks of up to {highest}, and those of {first_of(cut)} are lower: they start from its nearest"
             f" approximation; --ranks {highest} keeps all of it"
         )
     return (*lines, *_head_notes(start, assembly))
@@ -116,17 +113,13 @@ def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | N
     return {key: tensor[order] if key.startswith(outputs) and order else tensor for key, tensor in head.items()}
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
 def _head_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
     outputs = start.params.get(assembly.site.backbone.family.head[-1].key + "weight")
     tasks = {client.task.name: client.task for client in assembly.clients}
     where = f"the adapter in {start.folder}"
     if outputs is None:
         lacking = [name for name, task in tasks.items() if not task.writes]
-        return (f"{where} has no head; that of {_listed(lacking)} begins fresh",) if lacking else ()
+        return (f"{where} has no head; that of {first_of(lacking)} begins fresh",) if lacking else ()
     lines = []
     for name, task in tasks.items():
         if task.writes:
@@ -138,7 +131,7 @@ def _head_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
             )
         elif start.labels and set(start.labels) != set(task.label_names):
             lines.append(
-                f"{where} has a head for {_listed(start.labels)}, from which {name} with"
-                f" {_listed(task.label_names)} starts"
+                f"{where} has a head for {first_of(start.labels)}, from which {name} with"
+                f" {first_of(task.label_names)} starts"
             )
     return tuple(lines)

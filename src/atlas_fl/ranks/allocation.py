@@ -29,8 +29,12 @@ from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks import cost_model
 from atlas_fl.ranks.devices import Device
 
+Layers: TypeAlias = Float[np.ndarray, " layers"]
+ByClientLayers: TypeAlias = Float[np.ndarray, "clients layers"]
+Sums: TypeAlias = Num[np.ndarray, " layers"]
 
-def normalise_importance(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray, " layers"]:
+
+def normalise_importance(values: Sums) -> Layers:
     """The values divided by their sum, float64.
 
     Raises `DataError` where a value is negative or not finite, or all are zero: no gradient is no measurement.
@@ -45,9 +49,7 @@ def normalise_importance(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray
     return np.asarray(scaled / scaled.sum())
 
 
-def layer_importance(
-    square_sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
-) -> Float[np.ndarray, " layers"]:
+def layer_importance(square_sums: Sums, num_params: Sums) -> Layers:
     """Importance of every layer from the sums of its squared gradients over `num_params` parameters; sums to one.
 
     importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `normalise_importance` does.
@@ -59,11 +61,7 @@ DECAY = 0.9
 """Share of the passes before in what `rngwp` smooths."""
 
 
-def rngwp(
-    previous: Float[np.ndarray, " layers"] | None,
-    product_sums: Num[np.ndarray, " layers"],
-    num_params: Num[np.ndarray, " layers"],
-) -> Float[np.ndarray, " layers"]:
+def rngwp(previous: Layers | None, product_sums: Sums, num_params: Sums) -> Layers:
     """The smoothed mean |w * g| of every layer: `DECAY * previous + (1 - DECAY) * mean`, or the mean at first.
 
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
@@ -73,9 +71,7 @@ def rngwp(
     return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
 
 
-def cluster_importance(
-    importance: Float[np.ndarray, "clients layers"], labels: Sequence[int]
-) -> Float[np.ndarray, "clients layers"]:
+def cluster_importance(importance: ByClientLayers, labels: Sequence[int]) -> ByClientLayers:
     """Every client's importance replaced by the mean over its cluster; a client without cluster (-1) keeps its own."""
     groups = np.asarray(labels)
     result = np.array(importance, dtype=np.float64)
@@ -241,7 +237,7 @@ Allocator: TypeAlias = Callable[..., tuple[int, ...]]
 
 def _allocate(
     rule: RankRule,
-    importance: Num[np.ndarray, " layers"],
+    importance: Sums,
     cost: Num[np.ndarray, "rows candidates"],
     candidates: Sequence[int],
     *,
@@ -305,7 +301,7 @@ def assign_ranks(
     shape: ModelShape,
     device: Device,
     *,
-    importance: Float[np.ndarray, " layers"],
+    importance: Layers,
     rule: str,
     candidates: Sequence[int],
     step: cost_model.TrainingStep,

@@ -219,6 +219,23 @@ def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, leng
     return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundTraffic:
+    """Traffic of a client in a round of training, all steps together: its model's, or what goes through its cut."""
+
+    up_bytes: int
+    down_bytes: int
+    messages: int
+    """Messages in both directions, one after the other."""
+
+
+def crossing_seconds(crossings: RoundTraffic, device: Device) -> float:
+    """Seconds that these messages take over the link of this device, one latency each."""
+    up_seconds = crossings.up_bytes / device.up_bytes_per_second
+    down_seconds = crossings.down_bytes / device.down_bytes_per_second
+    return up_seconds + down_seconds + crossings.messages * device.latency_seconds
+
+
 def predict_round(
     shape: ModelShape,
     device: Device,
@@ -237,35 +254,15 @@ def predict_round(
     """
     client_ranks = ranks[: shape.num_layers if step.blocks is None else step.blocks]
     flops = training_flops(shape, client_ranks, tokens=tokens, length=length, logits=logits)
-    rates = device.up_bytes_per_second, device.down_bytes_per_second
-    transfer_seconds = 0.0
-    if message_bytes:
-        transfer_seconds = message_bytes / rates[0] + message_bytes / rates[1] + 2 * device.latency_seconds
+    messages = RoundTraffic(up_bytes=message_bytes, down_bytes=message_bytes, messages=2 if message_bytes else 0)
     return RoundPrediction(
         up_bytes=message_bytes,
         down_bytes=message_bytes,
         flops=flops,
         compute_seconds=flops / device.flops_per_second,
-        transfer_seconds=transfer_seconds,
+        transfer_seconds=crossing_seconds(messages, device),
         memory=device_memory(shape, device, ranks=ranks, step=step),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundTraffic:
-    """Traffic through a client's cut in a round of training, all steps together."""
-
-    up_bytes: int
-    down_bytes: int
-    messages: int
-    """Messages in both directions, one after the other."""
-
-
-def crossing_seconds(crossings: RoundTraffic, device: Device) -> float:
-    """Seconds that these messages take over the link of this device, one latency each."""
-    rates = (device.up_bytes_per_second, device.down_bytes_per_second)
-    sizes = (crossings.up_bytes, crossings.down_bytes)
-    return sizes[0] / rates[0] + sizes[1] / rates[1] + crossings.messages * device.latency_seconds
 
 
 def link_between(device: Device, host: Device) -> Device:

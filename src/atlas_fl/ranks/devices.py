@@ -9,9 +9,12 @@ first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; 
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
+from atlas_fl import ranks
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
 
 UPLOAD_SECONDS = 1.0
@@ -104,21 +107,9 @@ def _profile(name: str, values: Mapping[str, float]) -> Device:
 
 
 _REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
-_PROFILES: Mapping[str, tuple[float, ...]] = {
-    "cpu_2gb": (2.0, 20.0, 2.0, 10.0, 60.0, 16),
-    "tablet_4gb": (4.0, 60.0, 4.0, 20.0, 40.0, 32),
-    "laptop_8gb": (8.0, 200.0, 7.5, 50.0, 25.0, 64),
-    "gpu_16gb": (16.0, 8_000.0, 15.0, 100.0, 10.0, 64),
-    "smartphone": (3.0, 30.0, 1.5, 10.0, 70.0, 8),
-    "tablet": (4.0, 60.0, 4.0, 20.0, 50.0, 16),
-    "edge_gpu": (8.0, 1_000.0, 6.0, 30.0, 30.0, 32),
-    "laptop_cpu": (8.0, 200.0, 7.5, 50.0, 25.0, 32),
-    "laptop_gpu": (16.0, 5_000.0, 10.0, 80.0, 20.0, 64),
-    "workstation": (64.0, 20_000.0, 50.0, 200.0, 5.0, 64),
-}
-"""The numbers of `_REQUIRED` by profile."""
 DEVICES: dict[str, Device] = {
-    name: _profile(name, dict(zip(_REQUIRED, numbers, strict=True))) for name, numbers in _PROFILES.items()
+    name: _profile(name, values)
+    for name, values in tomllib.loads(resources.files(ranks).joinpath("devices.toml").read_text("utf-8")).items()
 }
 
 

@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float64
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Params
@@ -74,14 +73,6 @@ def fisher_scores(
         for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
             sums[name] += gradient.double().square()
     return Fisher(sums={name: total.to(params[name].dtype) for name, total in sums.items()}, examples=len(inputs))
-
-
-def logits_of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: output) -> LogitsFn:
-    """The logits of a module as a function of its weights; `read` finds them in what it returns.
-
-    The module is to be in evaluation mode: dropout has no place in a sensitivity.
-    """
-    return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 
 def label_uniforms(seed: Seed, count: int) -> Float64[np.ndarray, " examples"]:

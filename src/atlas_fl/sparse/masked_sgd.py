@@ -60,7 +60,8 @@ class SparseSGDM(torch.optim.SGD):
     def __init__(self, named: Mapping[str, Tensor], *, masks: Mask, **settings: Any) -> None:
         check_mask(masks, named)
         self._masks = {leaf: masks[name].to(leaf.device) for name, leaf in named.items() if not masks[name].all()}
-        self._indices = {
+        # of parameters whose momentum is that of their kept weights alone, (kept,)
+        self.indices = {
             leaf: mask.flatten().nonzero()[:, 0]
             for leaf, mask in self._masks.items()
             if int(torch.count_nonzero(mask)) <= FEW * mask.numel() and leaf.is_contiguous()
@@ -84,12 +85,8 @@ class SparseSGDM(torch.optim.SGD):
             leaf.grad = gradient
         return loss
 
-    def is_gathered(self, parameter: Tensor) -> bool:
-        """Return whether this parameter's momentum is that of its kept weights alone, (kept,)."""
-        return parameter in self._indices
-
     def _step_masked(self, leaf: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        index, decay = self._indices.get(leaf), group["weight_decay"]
+        index, decay = self.indices.get(leaf), group["weight_decay"]
         if index is None:
             values = leaf.contiguous()
             gradient = gradient.add(leaf, alpha=decay) if decay else gradient
@@ -147,4 +144,4 @@ def load_momentum(optimizer: torch.optim.Optimizer, named: Params, momentum: Par
 
 
 def _is_gathered(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    return isinstance(optimizer, SparseSGDM) and optimizer.is_gathered(parameter)
+    return isinstance(optimizer, SparseSGDM) and parameter in optimizer.indices

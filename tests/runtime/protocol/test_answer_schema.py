@@ -11,9 +11,9 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import OPTIONS, EvaluateOptions, TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.fedpac import summarize
-from atlas_fl.methods.kriging import join_halves
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import RULES
+from atlas_fl.params import flatten_by_client
 from atlas_fl.runtime.protocol.answer_schema import (
     CORRELATIONS,
     LARGEST_FEATURE,
@@ -84,7 +84,7 @@ def asked_for(report: str) -> AnsweredRequest:
 def reported(report: str) -> dict[str, dict[str, torch.Tensor]]:
     """The reports of an honest client; its class of place 1 has no example."""
     if report == "halves":
-        return {report: join_halves(MODEL, MODEL)}
+        return {report: flatten_by_client({"first": MODEL, "second": MODEL})}
     if report == "weight_gradients":
         return {report: {"q": torch.ones(4, 5)}}
     features = torch.arange(20.0).reshape(5, 4)
