@@ -1,7 +1,7 @@
 """RULES and METHODS: every method by name, those that aggregate and the published ones that are settings of these.
 
-A module of this package that defines a `Method` with a name is listed by that; published methods are rows of
-`published.toml`.
+A module of this package that defines a `Method` with a name, or a `PublishedMethod`, is listed by that; rows that are
+nothing but settings stand in `published.toml`.
 """
 
 import tomllib
@@ -39,7 +39,14 @@ RULES: dict[str, type[Method]] = _classes(Method, "name")
 
 METHODS: dict[str, PublishedMethod] = {
     name: PublishedMethod(**row)
-    for name, row in tomllib.loads(resources.files(methods).joinpath("published.toml").read_text("utf-8")).items()
+    for name, row in tomllib.loads(
+        resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8")
+    ).items()
+} | {
+    name.lower(): value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if isinstance(value, PublishedMethod)
 }
 """Every published method that is a rule with settings, by the name that `--strategy` takes."""
 
