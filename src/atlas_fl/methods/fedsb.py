@@ -12,7 +12,7 @@ adapted layers hold, once, and needs (d_in, d_in) more for each while it measure
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -35,6 +35,7 @@ from atlas_fl.params import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
 class FedAvgOfCores(FedAvgBetweenFactors):
     """Fed-SB: the average of R, between the singular vectors of the clients' first gradient."""
 

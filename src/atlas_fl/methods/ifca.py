@@ -15,6 +15,7 @@ diverged at one client stops nobody else.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -31,6 +32,7 @@ LOSSES = "losses"
 """The entry of the server state: of the clients that chose in this round the loss of every cluster's model."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Ifca(Method):
     """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
 

@@ -200,6 +200,7 @@ class MeasuredSharing:
     what differs between them over the noise of one; None without noise."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class FromHalves(FromStart):
     """A method whose rows follow from split halves: `predict_rows`; averages until a client is measured."""
 
@@ -320,6 +321,7 @@ class FromHalves(FromStart):
         return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Kriging(FromHalves):
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 

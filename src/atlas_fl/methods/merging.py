@@ -16,6 +16,7 @@ whole model. In product space tau are dense updates s B A, and each client gets 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, TypeAlias
 
@@ -38,6 +39,7 @@ def trim(change: Tensor, density: float) -> Tensor:
     return torch.where(change.abs() >= sizes.kthvalue(len(sizes) - count + 1).values, change, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Merging(ByCohort):
     """The average of what was sent, moved by the merged changes of each cohort."""
 
@@ -62,6 +64,7 @@ class Merging(ByCohort):
         return next_value
 
 
+@dataclass(frozen=True, kw_only=True)
 class Ties(Merging):
     """TIES: the largest changes, of these the sign of most, and the mean of who has it (`--ties-density`)."""
 
@@ -83,6 +86,7 @@ class Ties(Merging):
         return torch.where(elected > 0, means[0], 0.0) + torch.where(elected < 0, means[1], 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Dare(Merging):
     """DARE: the average of changes of which a drawn part is dropped and the rest scaled up (`--dare-drop`)."""
 

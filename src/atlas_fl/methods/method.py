@@ -17,7 +17,7 @@ settings read. A method holds its options and nothing else: all that changes is 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias, dataclass_transform
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -127,20 +127,13 @@ class ReportTensor:
     most: float = 1e30
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Part:
-    """Tensors that travel and stay beside the models of a run; none by default.
-
-    Every class below it is a frozen dataclass, whose annotated fields are knobs.
-    """
+    """Tensors that travel and stay beside the models of a run; none by default."""
 
     options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions)
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Options that it does not leave to the settings."""
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", replace(self.options, **self.fixed))
@@ -209,6 +202,7 @@ class Aggregated:
     """The mixing matrices that were applied, `adapters` and `head`; empty where there are others."""
 
 
+@dataclass(frozen=True)
 class Method(Part):
     """A federated method: `rule` gives the mixing matrix, or `aggregate` the whole server step."""
 

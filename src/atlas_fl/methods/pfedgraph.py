@@ -11,6 +11,7 @@ The cosines come from the Gram matrix of the changes, in product space of s B A:
 (`--gram-by`). Heads of different tasks have nothing in common.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -39,6 +40,7 @@ def initial_models_of(state: ServerState) -> ByClient:
     return params_by_client(state, INITIAL)
 
 
+@dataclass(frozen=True, kw_only=True)
 class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
@@ -68,6 +70,7 @@ class FromStart(Method):
         return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
 
 
+@dataclass(frozen=True, kw_only=True)
 class PFedGraph(FromStart):
     """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
 

@@ -16,6 +16,7 @@ their task. An update's norm is bounded before any rule (`aggregation.norm_bound
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Annotated
@@ -98,6 +99,7 @@ def model_distances(step: MixingContext, clients: Sequence[int], options: Strate
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Robust(Method):
     """An aggregate of the present of each group that few hostile clients do not move far.
 
@@ -143,6 +145,7 @@ class Median(Robust):
         return coordinate_median
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrimmedMean(Robust):
     """The mean of every value without its lowest and highest (`--trim`)."""
 

@@ -12,6 +12,7 @@ With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -22,6 +23,7 @@ from atlas_fl.methods.method import OwnTraining, Part, RoundStart
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
 
 
+@dataclass(frozen=True, kw_only=True)
 class SecondModel(Part):
     """A second model of one kind, at the client and in the round."""
 
