@@ -129,5 +129,5 @@ def test_every_conflict_is_listed_with_its_reason_and_remedy(atlas) -> None:
     said = atlas("list", "conflicts").out
     first = [line for line in said.splitlines() if line and not line.startswith(" ")]
     for line, row in zip(first[1:], conflicts(), strict=True):
-        assert line.startswith(flag_of(row.setting)), row
+        assert line.startswith(flag_of(row.values[0][0])), row
     assert not {"{", "}"} & set(said)
