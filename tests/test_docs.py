@@ -200,10 +200,10 @@ def test_there_are_documents() -> None:
     assert expected <= set(DOCUMENTS)
 
 
-def test_readme_has_the_tree_of_today() -> None:
-    text = text_of("README.md")
-    assert MARKED.search(text), "README's tree has lost its marks"
-    assert with_tree(text) == text, "README's tree is not today's; write it anew with `python -m tools.tree`"
+def test_the_page_of_modules_has_the_tree_of_today() -> None:
+    text = text_of("docs/modules.md")
+    assert MARKED.search(text), "the tree has lost its marks"
+    assert with_tree(text) == text, "the tree is not today's; write it anew with `python -m tools.tree`"
 
 
 def test_modules_and_functions_exist() -> None:

@@ -1,8 +1,8 @@
-"""The tree of the package with the first line of every docstring, as README shows it.
+"""The tree of the package with the first line of every docstring, as `docs/modules.md` shows it.
 
-    python -m tools.tree            # writes it into README.md, between the two marks
+    python -m tools.tree            # writes it into docs/modules.md, between the two marks
 
-What a module is for is said once, in its docstring; `tests/test_docs.py` holds README to it.
+What a module is for is said once, in its docstring; `tests/test_docs.py` holds the page to it.
 """
 
 import ast
@@ -34,7 +34,7 @@ def tree() -> str:
 
 
 def with_tree(text: str) -> str:
-    """README's text with the tree of today between the marks."""
+    """The page's text with the tree of today between the marks."""
     return MARKED.sub(lambda _: BEGIN + tree() + END, text)
 
 
@@ -53,5 +53,5 @@ def _line(path: Path, depth: int) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tree(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    page = ROOT / "docs" / "modules.md"
+    page.write_text(with_tree(page.read_text(encoding="utf-8")), encoding="utf-8")
