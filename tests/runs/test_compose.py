@@ -36,7 +36,7 @@ def test_the_commands_of_the_compose_file_are_a_federation(programs: Programs, t
         sites.append(programs.start(join, f"localhost:{port}", *here, folder=tmp_path))
     assert [programs.wait(site.pid) for site in sites] == [0, 0, 0], server.text
     assert programs.wait(server.pid) == 0
-    assert sorted(path.name for path in (tmp_path / "site").glob("*/adapter_config.json")) == ["adapter_config.json"] * 3
+    assert len(list((tmp_path / "site").glob("*/adapter_config.json"))) == 3
 
 
 def pods() -> list[list[str]]:
