@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from atlas_fl import audit_run, find_preset, load_config
+from atlas_fl.data.task import Rows
 from atlas_fl.models.registry import locate_model
 from atlas_fl.setup.assembly import assemble
 
@@ -74,6 +75,7 @@ def delivered(run: Path) -> tuple[int, float]:
         head = {"id2label": dict(enumerate(labels)), "label2id": {label: k for k, label in enumerate(labels)}}
         model = AutoPeftModelForSequenceClassification.from_pretrained(str(folder), **head).eval()
         losses, test = [], client.test
+        assert isinstance(test, Rows)
         length = min(config.data.max_length or client.task.max_length, client.task.max_length)
         for index, text in enumerate(test.text):
             pair = None if test.pair is None else test.pair[index]
