@@ -2,12 +2,15 @@
 
 python examples/natural_federation.py                                   # sentences of reviews, by review
 python examples/natural_federation.py FILE.csv text label client        # your file and its columns
+python examples/natural_federation.py reviews.csv                       # trains nothing, writes the sentences to a file
 
 The reviews are those of C. J. Hutto and E. Gilbert (ICWSM 2014), in which people rated each sentence. A review has one
 author and one product, so clients differ in size, in words and in how many sentences are good.
 """
 
+import csv
 import sys
+from pathlib import Path
 
 from atlas_fl import embedded_dir, own_data, run_config, task_row
 
@@ -31,6 +34,14 @@ def sentences() -> list[dict[str, str]]:
     ]
 
 
+def write_csv(path: Path) -> None:
+    """Write the sentences as a csv with the columns text, label and review."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.DictWriter(file, ["text", "label", "review"])
+        rows.writeheader()
+        rows.writerows(sentences())
+
+
 def main(task: str) -> None:
     """Train the clients by each method, and print the test accuracy of each client."""
     scores = {}
@@ -52,5 +63,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 5:
         path, text, label, client = sys.argv[1:]
         main(f"mine={path},text={text},label={label},client={client}")
+    elif len(sys.argv) == 2:
+        write_csv(Path(sys.argv[1]))
     else:
         main(task_row(sentences(), name="reviews", client="review", least=25))

@@ -20,6 +20,7 @@ from atlas_fl.cli.arguments import Command, has_settings, name_of, option_argume
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
 from atlas_fl.config.settings import Setting, group_classes
+from tools.tree import tree
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "build" / "site"
@@ -36,7 +37,8 @@ def main() -> None:
     source = TARGET / "source"
     shutil.rmtree(TARGET, ignore_errors=True)
     copy_documents(source)
-    for name, text in {"commands.md": commands_page(), "settings.md": settings_page(), "api.rst": api_page()}.items():
+    pages = {"commands.md": commands_page(), "settings.md": settings_page(), "api.rst": api_page()}
+    for name, text in {**pages, "modules.md": f"# Modules\n\n```text\n{tree()}```\n"}.items():
         (source / "reference").mkdir(exist_ok=True)
         (source / "reference" / name).write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "sphinx", "--builder", "html", "--fail-on-warning", "--keep-going", "--quiet"]

@@ -1,12 +1,11 @@
-"""The tree of the package with the first line of every docstring, as README shows it.
+"""The tree of the package with the first line of every docstring.
 
-    python -m tools.tree            # writes it into README.md, between the two marks
+    python -m tools.tree            prints it; the documentation site has it as a page
 
-What a module is for is said once, in its docstring; `tests/test_docs.py` holds README to it.
+What a module is for is said once, in its docstring.
 """
 
 import ast
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,9 +16,6 @@ ORDER = (
     *("cli", "storage"),
 )
 """Packages in the order in which the story is told: settings, data, model, client, server, plan, run, results."""
-BEGIN, END = "<!-- tree: written by `python -m tools.tree` -->\n```\n", "```\n<!-- end of tree -->"
-MARKED = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-WIDTH = 120
 
 
 def tree() -> str:
@@ -31,11 +27,6 @@ def tree() -> str:
     for name in ORDER:
         lines += _package(PACKAGE / name, depth=1)
     return "\n".join(lines) + "\n"
-
-
-def with_tree(text: str) -> str:
-    """README's text with the tree of today between the marks."""
-    return MARKED.sub(lambda _: BEGIN + tree() + END, text)
 
 
 def _package(folder: Path, depth: int) -> list[str]:
@@ -53,5 +44,4 @@ def _line(path: Path, depth: int) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tree(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    print(tree(), end="")
