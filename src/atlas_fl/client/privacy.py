@@ -5,12 +5,13 @@ distributions (dp-accounting; add or remove one example) of Gaussian noise on Po
 takes the steps.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import lru_cache, partial
 from typing import Any
 
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.errors import ConfigError
 from atlas_fl.storage.extras import import_extra
 
 
@@ -18,9 +19,17 @@ def _accounting() -> Any:
     return import_extra("dp_accounting", extra="dp", asked="--dp example needs")
 
 
-def _delta(examples: int, options: TrainOptions) -> float:
-    """The delta of a client; by default n^-1.1, below one over its examples."""
-    return examples**-1.1 if options.delta is None else options.delta
+def delta_of(examples: int, delta: float | None) -> float:
+    """The delta of a client; by default n^-1.1.
+
+    Raises ConfigError unless it is below one over its examples: with that, one example as it is may be given away.
+    """
+    if delta is not None and delta * examples >= 1:
+        raise ConfigError(
+            f"--delta is {delta:g}, and a client has {examples} examples; allowed: below one over that,"
+            f" {1 / examples:.2g}; leave it out for {examples**-1.1:.2g}"
+        )
+    return examples**-1.1 if delta is None else delta
 
 
 def _event(q: float, noise: float, steps: int) -> Any:
@@ -32,9 +41,17 @@ def _event(q: float, noise: float, steps: int) -> Any:
 @lru_cache(maxsize=1024)
 def epsilon_of(q: float, noise: float, steps: int, delta: float) -> float:
     """The epsilon of so many steps at this rate q and noise multiplier."""
-    interval = 1e-4 if noise > 0.5 else 1e-3  # for speed
+    return epsilon_of_all(((q, noise, steps),), delta)
+
+
+def epsilon_of_all(costs: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """The epsilon of (rate q, noise multiplier, steps) together."""
+    costs = tuple(costs)
+    interval = 1e-4 if min(noise for _, noise, _ in costs) > 0.5 else 1e-3  # for speed
     accountant = _accounting().pld.PLDAccountant(value_discretization_interval=interval)
-    return float(accountant.compose(_event(q, noise, steps)).get_epsilon(delta))
+    for cost in costs:
+        accountant.compose(_event(*cost))
+    return float(accountant.get_epsilon(delta))
 
 
 @lru_cache(maxsize=1024)
@@ -46,7 +63,8 @@ def noise_of(q: float, steps: int, epsilon: float, delta: float) -> float:
     return float(library.calibrate_dp_mechanism(rough, lambda noise: _event(q, noise, steps), epsilon, delta, tol=1e-3))
 
 
-def _rate(examples: int, options: TrainOptions) -> float:
+def rate_of(examples: int, options: TrainOptions) -> float:
+    """The chance q of an example to be in a batch."""
     return min(1.0, options.batch_size / examples)
 
 
@@ -58,13 +76,13 @@ def noise_multiplier(examples: int, options: TrainOptions) -> float:
     1.16
     """
     steps = options.rounds * num_steps(examples, options)
-    return noise_of(_rate(examples, options), steps, options.epsilon, _delta(examples, options))
+    return noise_of(rate_of(examples, options), steps, options.epsilon, delta_of(examples, options.delta))
 
 
 def spending(examples: int, options: TrainOptions, *, paid_steps: int) -> dict[str, float]:
     """Metrics of what a client has spent with so many steps: `epsilon`, `noise_multiplier`, `paid_steps`."""
     noise = noise_multiplier(examples, options)
-    epsilon = epsilon_of(_rate(examples, options), noise, paid_steps, _delta(examples, options))
+    epsilon = epsilon_of(rate_of(examples, options), noise, paid_steps, delta_of(examples, options.delta))
     return {"epsilon": epsilon, "noise_multiplier": noise, "paid_steps": float(paid_steps)}
 
 
@@ -77,5 +95,5 @@ def privacy_note(examples: Collection[int], options: TrainOptions) -> tuple[str,
     return (
         f"each training example has epsilon {options.epsilon:g} at delta {chance} over {options.rounds} rounds, by"
         f" noise of {min(noise):.2f} to {max(noise):.2f} times --clip; validation and test examples are not covered,"
-        " and a simulation draws its noise from --seed",
+        " and a simulation is not private, because it draws its noise from --seed",
     )

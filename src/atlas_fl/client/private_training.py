@@ -13,17 +13,18 @@ head are those of its client. Training losses are not reported.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from hashlib import sha256
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import dropout_masks, forward_to_heads, make_row, read_logits
+from atlas_fl.client.draws import secret_of_question
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import LocalTrainer, num_steps, step_all, train
 from atlas_fl.client.privacy import noise_multiplier, spending
-from atlas_fl.params import Params
+from atlas_fl.params import Params, digest
 
 
 def private_step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
@@ -69,16 +70,39 @@ def noisy_sum(copies: Sequence[Params], member: LocalTrainer, done: int) -> dict
         if torch.isfinite(norm):
             for name, gradient in gradients.items():
                 total[name].add_(gradient, alpha=min(1.0, bound / max(float(norm), 1e-12)))
-    deviation = noise_multiplier(member.examples, options) * bound
-    draw = partial(torch.normal, 0.0, deviation, generator=member.noise(done))
-    return {name: one.add_(draw(size=one.shape).to(one)) for name, one in sorted(total.items())}
+    noise = member.noise(done, deviation=noise_multiplier(member.examples, options) * bound)
+    return {name: one.add_(noise[name]) for name, one in total.items()}
+
+
+def _question(job: Job, site: Site) -> str:
+    """SHA-256 over all that the answer to a job follows from but the secret."""
+    trees = {**job.sent, **job.kept}
+    beside = {f"{kind}/{key}": tensor for kind, tree in trees.items() for key, tensor in tree.items()}
+    options = replace(job.options, hash_loaded=False)  # an audit's choice, which no draw follows
+    parts = (digest({**job.params, **beside}), site.data[job.client].splits["train"].digest, job.round, options)
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def _pay(job: Job, site: Site, question: str) -> int:
+    """The steps that a client has paid for, those of this job among them."""
+    examples = site.data[job.client].examples
+    if site.pay is None:
+        return job.round * num_steps(examples, job.options)
+    return site.pay(question, examples, job.options, num_steps(examples, job.options, round=job.round))
 
 
 def train_privately(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Every client's trained model, with what it has spent among its metrics, if it has trained in every round."""
+    """Every client's trained model, with what it has spent among its metrics.
+
+    A site pays before it trains (`Site.pay`); a simulated client has paid for every round up to this one. Batches and
+    noise of a client with a secret follow from that and from the question: the same one is answered alike, and by
+    another model, other options or other examples nothing of the noise can be taken away again.
+    """
+    questions = {job.client: _question(job, site) for job in jobs}
+    paid = {job.client: _pay(job, site, questions[job.client]) for job in jobs}
+    secrets = {name: secret_of_question(site.secrets[name], asked) for name, asked in questions.items() if site.secrets}
     spent = []
-    for job, update in zip(jobs, train(jobs, site, step=private_step), strict=True):
-        paid_steps = job.round * num_steps(update.examples, job.options)
-        costs = spending(update.examples, job.options, paid_steps=paid_steps)
+    for job, update in zip(jobs, train(jobs, replace(site, secrets=secrets), step=private_step), strict=True):
+        costs = spending(update.examples, job.options, paid_steps=paid[job.client])
         spent.append(replace(update, metrics={**update.metrics, **costs}))
     return spent
