@@ -43,10 +43,11 @@ def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_pat
 def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "a-privacy"
     PrivacyRecord(path=path, most=None).pay("1", 40, OPTIONS, 10)
-    path.write_text(path.read_text().replace("10", "1"))
-    assert read_json(path)
-    with pytest.raises(CheckpointError, match="it is not what was written"):
-        PrivacyRecord(path=path, most=None).pay("2", 40, OPTIONS, 10)
+    for text in (path.read_text().replace("10", "1"), '{"mine": 1}'):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="it is not what was written"):
+            PrivacyRecord(path=path, most=None).pay("2", 40, OPTIONS, 10)
+        assert path.read_text() == text
 
 
 def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same_one(
