@@ -39,6 +39,18 @@ def torch_generator(seed: Seed, *path: object, device: str = "cpu") -> torch.Gen
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *path))
 
 
+def secret_normals(secret: bytes, count: int) -> np.ndarray:
+    """So many standard normal numbers of SHAKE-256 under this secret, (count,) float64; the largest there is is 8.6.
+
+    Who sees some of them cannot compute the others, as of a Mersenne twister.
+    """
+    pairs = (count + 1) // 2
+    words = np.frombuffer(shake_256(secret).digest(16 * pairs), "<u8").reshape(2, pairs)
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius, angle = np.sqrt(-2 * np.log(uniform[0])), 2 * np.pi * uniform[1]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
 def _encode_path(first: object, *path: object) -> bytes:
     return "\x1f".join([str(first), *(f"{type(part).__name__}:{part}" for part in path)]).encode()
 

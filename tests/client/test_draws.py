@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kstest
 
 from atlas_fl import client
 from atlas_fl.client.batching import dropout_masks
@@ -258,3 +259,20 @@ def test_every_draw_of_a_client_is_given_its_secret() -> None:
         ("client/batching.py", "Draws"),  # of no dropout
         ("client/batching.py", "replace"),  # of dropout above a cut
     }
+
+
+def test_normals_of_a_secret_are_normal_and_follow_from_it_alone() -> None:
+    """Against the normal distribution by Kolmogorov and Smirnov; two halves are independent."""
+    draws = Draws(client="a", seed=0, secret=SECRET)
+    values = draws.normals("noise", 1, 0, count=200_001)
+    assert values.dtype == torch.float32 and torch.equal(values, draws.normals("noise", 1, 0, count=200_001))
+    assert kstest(values.numpy().astype(np.float64), "norm").pvalue > 0.01
+    assert abs(float(np.corrcoef(values[:100_000], values[100_000:200_000])[0, 1])) < 0.01
+    others = [
+        Draws(client="a", seed=0, secret=OTHER).normals("noise", 1, 0, count=9),
+        draws.normals("noise", 1, 1, count=9),
+        Draws(client="b", seed=0, secret=SECRET).normals("noise", 1, 0, count=9),
+    ]
+    assert not any(torch.equal(values[:9], other) for other in others)
+    same = Draws(client="a", seed=9, secret=SECRET).normals("noise", 1, 0, count=200_001)
+    assert torch.equal(same, values), "the seed, which a server knows, is not looked at"

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.client import privacy
+from atlas_fl.client import private_training
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.privacy import epsilon_of, noise_multiplier, noise_of, spent_epsilon, train_privately
+from atlas_fl.client.privacy import epsilon_of, noise_multiplier, noise_of, spending
+from atlas_fl.client.private_training import train_privately
 from tests.client.test_multitask import dense_loss
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
@@ -48,7 +49,7 @@ def test_one_full_batch_without_sampling_is_the_gaussian_mechanism() -> None:
 
 def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:
     options = dataclasses.replace(OPTIONS, rounds=5)
-    spent = [spent_epsilon(40, options, round=number) for number in range(1, 6)]
+    spent = [spending(40, options, paid_steps=20 * number)["epsilon"] for number in range(1, 6)]
     assert spent == sorted(spent) and spent[0] < 0.8 * spent[-1]
     assert 3.97 < spent[-1] <= 4.0
     assert noise_multiplier(40, options) > noise_multiplier(400, options)
@@ -76,7 +77,7 @@ def test_steps_are_those_of_plain_torch_with_one_example_at_a_time(
     tiny_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the stock model with whole weights W + s B A, without noise; two clients are in the pack."""
-    monkeypatch.setattr(privacy, "noise_multiplier", lambda *_: 0.0)
+    monkeypatch.setattr(private_training, "noise_multiplier", lambda *_: 0.0)
     tiny = tiny_of("bert")
     specs = [
         spec_of(name=f"{name}-0", labels=labels, examples=count) for name, labels, count in zip("ab", (3, 2), (11, 6))

@@ -14,6 +14,7 @@ from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import flatten_by_client
 from atlas_fl.runtime.protocol.client_metadata import read_metadata
+from atlas_fl.setup.options import train_options
 from tests.runtime.coordinator.test_coordinator import CENSUS
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
@@ -100,3 +101,19 @@ def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
         site._check_rounds(Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0)))
     with pytest.raises(ProtocolError, match=r"training in a 11th round, and .* 10 .*--max-rounds-per-example"):
         site._check_rounds(Job(client="a", params=MODEL, round=11, options=TrainOptions(seed=0)))
+
+
+def test_under_differential_privacy_no_job_has_less_noise_or_another_look_at_the_examples() -> None:
+    values = {"dp": "example", "epsilon": "3", "strategy": "fedavg", "ranks": "4", "alone": "none", "rounds": "2"}
+    site = policy(validate(with_values(Config(), values)))
+    options = train_options(site.config, with_images=False)
+    site._check_action("train", Job(client="a", params=MODEL, round=2, options=options))
+    for changes in ({"dp": "none"}, {"epsilon": 8.0}, {"epochs": 9}, {"batch_size": 2}, {"clip": 9.0}, {"rounds": 1}):
+        other = replace(options, **changes)
+        with pytest.raises(ProtocolError, match=f"train with {next(iter(changes))} .*; nothing was sent"):
+            site._check_action("train", Job(client="a", params=MODEL, round=2, options=other))
+    with pytest.raises(ProtocolError, match=r"train in round 3, and the settings .* say --rounds 2"):
+        site._check_action("train", Job(client="a", params=MODEL, round=3, options=options))
+    for action in ("importance", "fingerprint"):
+        with pytest.raises(ProtocolError, match=rf"asks for {action}, and the settings .* say train, evaluate"):
+            site._check_action(action, Job(client="a", params=MODEL, round=0, options=options))

@@ -1,20 +1,31 @@
 """Runs with a budget of differential privacy: spent, recorded, gone on with; what is not covered is refused."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.deployment.privacy_record import PrivacyRecord
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.storage.jsonl import read_json
+from tests.runs.federation import SITES, Federations
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.resealing import with_new_digests
 
 
 @pytest.mark.core
 def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> None:
     given = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0}
     whole = run_config(config(name="whole", **given))
-    passing_audit(whole.folder)
+    passing_audit(whole.folder, "epsilon")
+    check_altered_rows(whole.folder)
+    importance = np.array(read_json(whole.folder / "plan.json")["importance"])
+    assert np.ptp(importance) == 0 and not any(row["kind"] == "importance" for row in rows(whole.folder, "ledger"))
     trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
     assert trained and not any("loss" in row for row in trained)
     by_client = {row["client"]: [r["epsilon"] for r in trained if r["client"] == row["client"]] for row in trained}
@@ -24,6 +35,29 @@ def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> N
     assert same_tensors(state(whole.folder), state(parts.folder))
     plain = run_config(config(name="plain", **{**given, "dp": "none", "epsilon": 8.0}))
     assert not same_tensors(state(whole.folder), state(plain.folder))
+
+
+def check_altered_rows(folder: Path) -> None:
+    """Assert that the audit finds rows that say less noise, epsilon or steps than there were, each for what it is."""
+    whole = (folder / "metrics.jsonl").read_text()
+    for name, factor, message in (
+        ("epsilon", 0.9, "it says epsilon"),
+        ("epsilon", 1.1, "it says epsilon"),
+        ("noise_multiplier", 1.1, "it says epsilon"),
+        ("noise_multiplier", 0.9, "spends epsilon"),
+        ("noise_multiplier", -1.0, "the noise multiplier is -"),
+        ("paid_steps", 0.5, "it paid for"),
+        ("steps", 0.5, "and the plan has"),
+    ):
+        changed = [json.loads(line) for line in whole.splitlines()]
+        row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
+        row[name] *= factor
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        (failure,) = audit_run(with_new_digests(folder)).failures
+        assert (failure.check, failure.client, failure.round) == ("epsilon", row["client"], 2)
+        assert message in failure.detail
+    (folder / "metrics.jsonl").write_text(whole)
+    with_new_digests(folder)
 
 
 def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,9 +71,46 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         (["--split", "1"], "leave --split out"),
         (["--clip", "0"], "set --clip to a norm"),
         (["--preset", "vision-lora"], "classes and numbers of texts alone"),
+        (["--delta", "0.5", "--preset", "smoke"], "allowed: below one over that"),
         (["--dp", "none", "--epsilon", "3"], "set --dp example, or leave --epsilon out"),
     ):
         assert main(["run", *usual, *words, "--runs-dir", str(tmp_path / "runs")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.slow
+def test_sites_spend_their_own_budgets_and_the_audit_computes_them_again(federation: Federations, config: Make) -> None:
+    """With their secrets a simulation has the same bits; without, it has others. A budget of its own stops a site."""
+    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0, "rounds": 2}
+    fed = federation(SITES, **values)
+    server, port = fed.serve("--min-clients", "1")
+    sites = [fed.join(name, port, "--dp", "example", "--epsilon", "5") for name in SITES]
+    said = [site.end() for site in sites]
+    assert "with noise of epsilon 5 for each example" in said[0]
+    server.end()
+    passing_audit(fed.served.path, "epsilon")
+    fed.is_as_simulated()
+    plain = run_config(config(tasks=("movie",), pack_tokens=1, name="plain", **values))
+    assert not same_tensors(state(fed.served.path), state(plain.folder))
+    paid = {name: read_json(fed.folder / f"{name}-privacy")["paid"] for name in SITES}
+    assert {len(questions) for questions in paid.values()} == {2}
+
+
+@pytest.mark.slow
+def test_a_site_whose_budget_is_spent_trains_no_more_and_the_run_goes_on(federation: Federations) -> None:
+    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0, "rounds": 2}
+    fed = federation(SITES, **values)
+    first = next(iter(SITES))
+    options = TrainOptions(seed=0, rounds=2, batch_size=8, dp="example", epsilon=5.0)
+    PrivacyRecord(path=fed.folder / f"{first}-privacy", most=5.0).pay("a round of another run", 24, options, 3)
+    server, port = fed.serve("--min-clients", "1")
+    sites = [fed.join(name, port) for name in SITES]
+    for site in sites:
+        site.end()
+    assert f"no train of {first} in round 2: the training examples here would spend" in server.end()
+    passing_audit(fed.served.path, "epsilon")
+    assert {row["client"] for row in rows(fed.served.path) if row.get("split") == "train" and row["round"] == 2} == {
+        name for name in SITES if name != first
+    }

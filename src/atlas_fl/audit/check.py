@@ -8,6 +8,7 @@ import numpy as np
 from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
 from atlas_fl.audit.dense import same_tensors
+from atlas_fl.audit.privacy import check_privacy
 from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_adapter
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import formula_of
@@ -99,7 +100,7 @@ class RunCheck:
             self.held, self.state = after, run.state_after(round, self.state)
             if run.is_aggregated(round):
                 self.server_models = run.models(round, "anchor") if run.mixing.personal_models else after
-        yield from (row._replace(run=run.path.name) for row in check_bytes(run))
+        yield from (row._replace(run=run.path.name) for row in (*check_bytes(run), *check_privacy(run)))
 
     def _named(self, round: int, rows: Iterable[AuditRow]) -> Iterator[AuditRow]:
         yield from (row._replace(run=self.run.path.name, round=round) for row in rows)

@@ -15,12 +15,17 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from atlas_fl.rng import Seed, derive_secret, derive_seed, generator, torch_generator
+from atlas_fl.rng import Seed, derive_secret, derive_seed, generator, secret_normals, torch_generator
 
 Use: TypeAlias = Literal[
     "order", "subset", "halves", "gradients", "augment", "dropout", "sensitivity", "term", "trainer", "update", "noise"
 ]
 """Use of a draw; draws of two uses are independent."""
+
+
+def secret_of_question(secret: bytes, question: str) -> bytes:
+    """A client's secret for one question, whose draws are independent of those for any other."""
+    return derive_secret(secret, "private", question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,13 @@ class Draws:
     def torch_generator(self, use: Use, *path: object) -> torch.Generator:
         """A PyTorch generator of the CPU for this use and path."""
         return torch_generator(self.seed if self.secret is None else self.secret, use, self.client, *path)
+
+    def normals(self, use: Use, *path: object, count: int) -> torch.Tensor:
+        """Standard normal numbers for this use and path, (count,) float32; of a secret by SHAKE-256."""
+        if self.secret is None:
+            return torch.randn(count, generator=self.torch_generator(use, *path))
+        values = secret_normals(derive_secret(self.secret, use, self.client, *path), count)
+        return torch.from_numpy(values.astype(np.float32))
 
     def derive(self, use: Use) -> Seed:
         """A seed for this use, to be derived from further."""

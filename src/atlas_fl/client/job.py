@@ -79,6 +79,9 @@ class Site:
     their cuts. Empty in a simulation without, and at a server."""
     seed: int | None = None
     """The run's, from which a simulation draws the noise of clients without a secret; None at a site."""
+    pay: Callable[[str, int, Any, int], int] | None = None
+    """(question, examples, options, steps) -> the steps paid for under these options, where a site keeps account of its
+    differential privacy; raises ConfigError where they are more than its budget."""
     references: dict[str, np.ndarray] = field(default_factory=dict)
     """Log probabilities under the frozen model by the digest of the split (`client.preferences`)."""
 

@@ -296,9 +296,12 @@ class LocalTrainer:
         path = (*_round_path(self.job), done)
         return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
 
-    def noise(self, done: int) -> torch.Generator:
-        """Where the noise of this step comes from, under differential privacy."""
-        return self._draws.torch_generator("noise", *_round_path(self.job), done)
+    def noise(self, done: int, *, deviation: float) -> dict[str, Tensor]:
+        """Gaussian noise of this step for every leaf, under differential privacy."""
+        sizes = {name: leaf.numel() for name, leaf in sorted(self.leaves.items())}
+        drawn = self._draws.normals("noise", *_round_path(self.job), done, count=sum(sizes.values())) * deviation
+        parts = zip(sizes, torch.split(drawn, list(sizes.values())), strict=True)
+        return {name: part.view_as(self.leaves[name]).to(self.leaves[name]) for name, part in parts}
 
     def loss(self, logits: Tensor, labels: Tensor, batch: EncodedExamples) -> Tensor:
         """Loss of a batch: of its labels or tokens, or of its preferences."""

@@ -29,7 +29,7 @@ from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.local_training import example_loss, learning_rate, positions, train
 from atlas_fl.client.options import OWN_TRAINER, TrainOptions
-from atlas_fl.client.privacy import train_privately
+from atlas_fl.client.private_training import train_privately
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.tokenization import EncodedExamples

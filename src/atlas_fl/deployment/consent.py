@@ -45,6 +45,11 @@ class SiteChoices:
     """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = 4096
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
+    dp: Literal["none", "example"] = "none"
+    """`example` refuses a server whose settings have no differential privacy of examples."""
+    epsilon: float | None = None
+    """Most epsilon that the training examples here spend in all runs together, by NAME-privacy beside the secret; that
+    of the settings by default. Settings with a larger one are refused."""
     task: str
     """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     device: str
@@ -85,5 +90,9 @@ def check_consent(consent: SiteChoices) -> None:
         raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
     if not consent.max_rounds_per_example > 0:
         raise ConfigError(f"--max-rounds-per-example is {consent.max_rounds_per_example:g}; allowed: above 0")
+    if consent.dp not in ("none", "example"):
+        raise ConfigError(f"--dp is {short_repr(consent.dp)}; allowed: none, example")
+    if consent.epsilon is not None and (consent.dp == "none" or not consent.epsilon > 0):
+        raise ConfigError(f"--epsilon is {consent.epsilon:g}; allowed: above 0, with --dp example")
     if consent.most_sketch < 2:
         raise ConfigError(f"--most-sketch is {consent.most_sketch}; allowed: at least 2")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from atlas_fl.client.privacy import noise_multiplier
 from atlas_fl.config import Config, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_setting
 from atlas_fl.config.settings import settings, value_of
@@ -26,7 +27,7 @@ from atlas_fl.planning.leakage import most_looks
 from atlas_fl.runtime.protocol.client_metadata import LabelName
 from atlas_fl.runtime.protocol.messages import read
 from atlas_fl.setup.assembly import trainable_of
-from atlas_fl.setup.options import learning_rate_of, strategy_of
+from atlas_fl.setup.options import learning_rate_of, strategy_of, train_options
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 
 MOST_NAME = 255
@@ -92,6 +93,7 @@ def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, 
             f" to ({reasons}); agree with --allow {words}, or ask for other settings"
         )
     _check_examples(config, consent, client)
+    _check_privacy(config, consent, client)
     # of a share of the clients in each round the expected rounds, and four standard deviations more
     mean = config.training.rounds * config.training.participation
     expected = min(config.training.rounds, ceil(mean + 4 * sqrt(mean * (1 - config.training.participation))))
@@ -111,6 +113,20 @@ def _check(what: str, value: float, *, least: float = -inf, most: float = inf, w
     raise ConfigError(
         f"{what}: {value:,}; allowed: {allowed}{because}; ask for other settings, bring more data{change}"
     )
+
+
+def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> None:
+    """Raise `ConfigError` unless differential privacy is as this site asks for, at most."""
+    training = config.training
+    if training.dp == consent.dp == "none":
+        return
+    if training.dp == "none":
+        raise ConfigError(
+            "the server's --dp is none, and this site joins with --dp example; ask for other settings, or leave it out"
+        )
+    if consent.epsilon is not None:
+        _check("the server's --epsilon", training.epsilon, most=consent.epsilon, option="--epsilon")
+    noise_multiplier(len(client.train), train_options(config, with_images=client.task.images))  # it can be found
 
 
 def _check_sizes(config: Config, consent: SiteChoices, task: Task) -> None:
@@ -237,6 +253,8 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     labels = "labels' names and counts" if task.num_labels > 1 else "mean and spread of its labels"
     filters = " ".join(config.training.update_filter)
     noise = f"filtered by --update-filter {filters}" if filters else "without noise"
+    if config.training.dp == "example":
+        noise = f"with noise of epsilon {config.training.epsilon:g} for each example, which covers training alone,"
     leaves = [
         f"leaves this site: after each round {_trained(config, task)} that it trained; for the plan"
         f" {', '.join(_for_the_plan(config, task))}{report}; how many examples each split has, test too{lengths},"
@@ -280,7 +298,7 @@ def _for_the_plan(config: Config, task: Task) -> Iterator[str]:
         yield f"two sketches of {config.clustering.sketch_dim:,} numbers"
         if config.clustering.fingerprint == "delta" and not is_full:
             yield f"{_trained(config, task)} after a warm-up"
-    if not is_full:
+    if not is_full and config.training.dp == "none":
         yield "the importance of each block"
     if is_full and task.images and config.images.head_first == "ridge":
         yield "sums of its images' features by class"

@@ -27,6 +27,7 @@ from atlas_fl.data.clients import (
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
+from atlas_fl.deployment.privacy_record import PrivacyRecord
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
@@ -194,7 +195,14 @@ class SiteRuntime:
 
 
 def home_of(
-    config: Config, client: ClientData, *, model: str, private: Path, secret: Path, run: str | None = None
+    config: Config,
+    client: ClientData,
+    *,
+    model: str,
+    private: Path,
+    secret: Path,
+    run: str | None = None,
+    epsilon: float | None = None,
 ) -> SiteRuntime:
     """The site of this client for a server whose model has this digest; `private` is for the parts that it keeps.
 
@@ -202,10 +210,13 @@ def home_of(
     cut; it is made where there is none. It outlives the run, so that a site which is started again draws the same, and
     the same rows get the same noise whenever they are sent.
     `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
+    `epsilon` bounds what its examples spend in all runs (`deployment.privacy_record`).
     Raises `ConfigError` where something else lies at `private` or `secret`.
     """
     # nothing that it draws follows from what the server knows
     draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
+    if config.training.dp != "none":
+        draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
     owner = Owner(client=client.name, config=run or config_hash(config))
     return SiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
 
@@ -323,7 +334,7 @@ def _work(
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
     there = str(link.welcome.get("model"))
-    home = home_of(config, client, model=there, private=private, secret=secret, run=run)
+    home = home_of(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
     outline = home.outline
     identity = home.model
     said |= {"config": run, "model": identity.weights, "vocabulary": identity.vocabulary}

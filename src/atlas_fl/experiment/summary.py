@@ -57,7 +57,7 @@ METRICS = (
 """Scores in rows of evaluations."""
 ROW_NAMES = (
     *("round", "client", "task", "split", "classes", "examples", "seconds", "skipped", "gain_over_majority"),
-    *("steps", "head_steps", "extra_steps", "epsilon"),
+    *("steps", "head_steps", "extra_steps", "epsilon", "noise_multiplier", "paid_steps"),
     *METRICS,
 )
 """Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""

@@ -51,7 +51,7 @@ def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]]:
     """(a value of this type in words, its test); several words are one text."""
     if int in (hint, *get_args(hint)):
         return "a whole number", lambda value: type(value) is int
-    if hint is float:
+    if float in (hint, *get_args(hint)):
         return "a number above 0", lambda value: type(value) in (int, float) and value > 0
     return "text", lambda value: type(value) is str and value != ""
 

@@ -101,6 +101,9 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     """Plan a run over any engine: phases 1 and 2 and the graph; for whole models heads and mask instead of phase 2."""
     config, strategy = assembly.config, strategy_of(assembly.config)
     start = load_start_adapter(assembly)  # refused before anything is measured
+    private = privacy_note(
+        [len(client.train) for client in assembly.clients], train_options(config, with_images=assembly.has_images)
+    )
     cuts = cuts_for_planning(assembly)
     meter = TrafficMeter(engine=engine)
     on_event(PhaseStarted("fingerprints"))
@@ -131,10 +134,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         notes=(
             *dial_note(config),
             *paper_notes(config, [client.task for client in assembly.clients], is_full=assembly.is_full),
-            *privacy_note(
-                [len(client.train) for client in assembly.clients],
-                train_options(config, with_images=assembly.has_images),
-            ),
+            *private,
             *data_notes(assembly.clients),
             *truncation_notes(assembly.site.data, assembly.site.backbone),
             *shard_notes(data),

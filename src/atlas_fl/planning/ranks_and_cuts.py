@@ -182,7 +182,13 @@ def _check_block(blocks: int, assembly: Assembly) -> int:
 def importance_by_client(
     assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> np.ndarray:
-    """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
+    """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one.
+
+    Under differential privacy nobody measures, and all layers count alike.
+    """
+    if assembly.config.training.dp != "none":
+        num_layers = len(assembly.site.backbone.blocks)
+        return np.full((len(assembly.clients), num_layers), 1 / num_layers)
     jobs = make_jobs(models, importance_options(assembly.config), round=round, cuts=cuts, clients=assembly.names)
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_on_all_clients(engine, "importance", jobs)])
 

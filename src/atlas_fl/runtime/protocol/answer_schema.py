@@ -242,8 +242,11 @@ def _training(request: AnsweredRequest) -> ExpectedAnswer:
     options = request.job.options
     every = request.metadata.examples["train"]
     count = every if options.half is None else len(range(options.half, every, 2))
+    private: Ranges = {}
+    if options.dp == "example":
+        private = {"loss": SCORED_LOSS, **dict.fromkeys(("epsilon", "noise_multiplier", "paid_steps"), STEPS)}
     return ExpectedAnswer(
-        metrics={"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
+        metrics={"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS, **private},
         optional={"skipped": STEPS, "head_steps": STEPS, "extra_steps": STEPS},
         examples=count if options.most is None else min(count, options.most),
     )

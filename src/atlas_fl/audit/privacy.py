@@ -1,0 +1,130 @@
+"""Audit of what differential privacy has spent: the epsilon of every client and round by a second accountant.
+
+The distribution of the privacy loss of one step is laid on a grid here and composed by its Fourier transform (Koskela,
+Jälkö and Honkela 2020, "Computing tight differential privacy guarantees using FFT", arXiv:1906.03049):
+
+    P = (1 - q) N(0, z^2) + q N(1, z^2),   Q = N(0, z^2),   L = log dP/dQ at x ~ P,   or -L at x ~ Q
+    delta(epsilon) = E[(1 - exp(epsilon - L_1 - ... - L_T))+],   the larger one of the two directions
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.run_files import Run, reading
+from atlas_fl.storage.jsonl import read_rows
+
+TOLERANCE = 0.02, 0.01
+"""Share and difference by which two accountants may differ: the one that ran works on coarser grids."""
+GRID, POINTS = 2e-3, 2**17
+"""Smallest distance of the grid's points, and their number: losses of up to 131 either way."""
+
+
+def check_privacy(run: Run) -> Iterator[AuditRow]:
+    """A row for each round and client that trained under differential privacy; none of runs without."""
+    if run.settings.training.dp != "example":
+        return
+    file = run.path / "metrics.jsonl"
+    with reading(file, "file of a run's rows"):
+        trained = {(row["round"], row["client"]): row for row in read_rows(file) if row.get("split") == "train"}
+        steps = Counter[str]()
+        for round in run.rounds:
+            record = run.record(round)
+            plan = run.plan(record.plan)
+            for client, examples in zip(plan.clients, plan.examples, strict=True):
+                if client in record.accepted_clients:
+                    row = trained.get((round, client), {})
+                    steps[client] += int(row.get("steps", 0))
+                    yield AuditRow("epsilon", client, _fault(run, row, int(examples), steps[client]), round=round)
+
+
+def _fault(run: Run, row: dict[str, Any], examples: int, steps: int) -> str:
+    """The fault of a client's row; `steps` are those of its rows up to this one."""
+    training = run.settings.training
+    if missing := {"epsilon", "noise_multiplier", "paid_steps", "steps"} - row.keys():
+        return f"metrics.jsonl does not say {min(missing)}"
+    is_head_first = training.trained_parts == "head_then_rest" and not run.is_personal(row["round"])
+    passes = training.local_epochs + training.head_epochs * is_head_first
+    planned = passes * ceil(examples / training.batch_size)
+    if row["examples"] != examples or row["steps"] != planned:
+        return f"it took {row['steps']:g} steps on {row['examples']} examples, and the plan has {planned} on {examples}"
+    if row["paid_steps"] < steps:
+        return f"it paid for {row['paid_steps']:g} steps of the {steps} that it took"
+    delta = examples**-1.1 if training.delta is None else training.delta
+    q, noise = min(1.0, training.batch_size / examples), float(row["noise_multiplier"])
+    if noise <= 0:
+        return f"the noise multiplier is {noise:g}"
+    whole = spent(q, noise, training.rounds * planned, delta)
+    if whole > training.epsilon * (1 + TOLERANCE[0]) + TOLERANCE[1]:
+        return f"noise of {noise:.4g} spends epsilon {whole:.4g} in {training.rounds} rounds, not {training.epsilon:g}"
+    wanted = spent(q, noise, int(row["paid_steps"]), delta)
+    if abs(row["epsilon"] - wanted) > wanted * TOLERANCE[0] + TOLERANCE[1]:
+        return f"it says epsilon {row['epsilon']:.4g}, and {row['paid_steps']:g} steps at this noise spend {wanted:.4g}"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def spent(q: float, noise: float, steps: int, delta: float) -> float:
+    """The epsilon of so many Poisson batches at rate q with this noise multiplier.
+
+    >>> round(spent(1.0, 3**0.5, 3, 0.126936), 3)
+    1.0
+    """
+    grid = GRID
+    while _reach(q, noise, steps) > grid * POINTS / 2:
+        grid *= 2
+    values = np.fft.fftfreq(POINTS, 1 / POINTS) * grid
+    composed = [np.fft.irfft(transform**steps, POINTS) for transform in _transforms(q, noise, grid)]
+
+    def excess(epsilon: float) -> float:
+        above = values > epsilon
+        weights = -np.expm1(epsilon - values[above])
+        return max(float(weights @ chances[above]) for chances in composed) - delta
+
+    return float(brentq(excess, 0.0, values.max(), xtol=1e-6)) if excess(0.0) > 0 else 0.0
+
+
+@lru_cache(maxsize=256)
+def _losses(q: float, noise: float) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """(values, chances) of a step's privacy loss where the example is there, and where it is not."""
+    edges = np.linspace(-12 * noise, 12 * noise + 1, 2**16)
+    middles = (edges[1:] + edges[:-1]) / 2
+    ratio = np.minimum((2 * middles - 1) / (2 * noise**2), 700.0)  # of the logarithms of the two densities
+    loss = ratio if q == 1 else np.log1p(q * np.expm1(ratio))
+    without, given = np.diff(norm.cdf(edges / noise)), np.diff(norm.cdf((edges - 1) / noise))
+    return (loss, (1 - q) * without + q * given), (-loss, without)
+
+
+def _reach(q: float, noise: float, steps: int) -> float:
+    """The largest loss of so many steps that matters: twelve standard deviations above the mean."""
+    reaches = list[float]()
+    for values, chances in _losses(q, noise):
+        mean = float(values @ chances)
+        deviation = float((values - mean) ** 2 @ chances) ** 0.5
+        reaches.append(abs(mean) * steps + 12 * deviation * max(steps, 12) ** 0.5)
+    return float(max(reaches))
+
+
+@lru_cache(maxsize=256)
+def _transforms(q: float, noise: float, grid: float) -> tuple[np.ndarray, ...]:
+    """Fourier transforms of the two distributions on the grid, whose first point is a loss of 0."""
+    return tuple(np.fft.rfft(_on_grid(values / grid, chances)) for values, chances in _losses(q, noise))
+
+
+def _on_grid(places: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """Chances at the grid's points, shared by three neighbours so that the mean and the variance stay."""
+    middles = np.rint(places)
+    offsets = places - middles
+    total = np.zeros(POINTS)
+    shares = ((-1, (offsets**2 - offsets) / 2), (0, 1 - offsets**2), (1, (offsets**2 + offsets) / 2))
+    for neighbour, share in shares:
+        points = (middles + neighbour).astype(int).clip(-POINTS // 2, POINTS // 2 - 1)
+        np.add.at(total, points % POINTS, chances * share)
+    return np.asarray(total / total.sum())

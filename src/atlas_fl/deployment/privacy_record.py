@@ -1,0 +1,48 @@
+"""What the examples of a site have spent of their differential privacy, in a file beside its secret, over all runs.
+
+A job is paid for before it is trained, so that a site that is killed has paid. The same question asked again costs
+nothing: its answer is the same, bit for bit (`client.private_training`).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.privacy import delta_of, epsilon_of_all, noise_multiplier, rate_of
+from atlas_fl.errors import ConfigError
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyRecord:
+    """The account of one site."""
+
+    path: Path
+    most: float | None
+    """Most epsilon of all runs together; None for that of the settings."""
+
+    def pay(self, question: str, examples: int, options: TrainOptions, steps: int) -> int:
+        """Record the steps of this question; the steps that were paid at this rate and noise, with them.
+
+        Raises ConfigError where all that was ever paid is more than the budget. Then nothing is recorded.
+        """
+        paid = read_sealed(self.path, "paid")["paid"] if self.path.exists() else {}
+        rate, noise = rate_of(examples, options), noise_multiplier(examples, options)
+        is_new = question not in paid
+        if is_new:
+            paid[question] = [rate, noise, steps]
+        steps_by_cost = Counter[tuple[float, float]]()
+        for q, z, count in paid.values():
+            steps_by_cost[q, z] += count
+        if is_new:
+            costs = [(*cost, count) for cost, count in steps_by_cost.items()]
+            spent = epsilon_of_all(costs, delta_of(examples, options.delta))
+            most = options.epsilon if self.most is None else self.most
+            if spent > most:
+                raise ConfigError(
+                    f"the training examples here would spend epsilon {spent:.4g} with this round by {self.path};"
+                    f" allowed: {most:g}; bring new examples with a --secret of their own, or give a larger --epsilon"
+                )
+            write_sealed(self.path, {"paid": paid})
+        return steps_by_cost[rate, noise]

@@ -1,0 +1,125 @@
+"""What a site pays of its differential privacy: before it trains, once for a question, never more than its budget."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.client.job import Job
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.private_training import train_privately
+from atlas_fl.config import Config, validate, with_values
+from atlas_fl.data.clients import Sizes, site_client
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.task import Source
+from atlas_fl.deployment.consent import SiteChoices, check_consent
+from atlas_fl.deployment.privacy_record import PrivacyRecord
+from atlas_fl.deployment.settings_policy import check_settings
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.storage.jsonl import read_json
+
+pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+
+OPTIONS = TrainOptions(seed=0, rounds=3, batch_size=4, dp="example", epsilon=4.0, delta=1e-3)
+PRIVATE = {"dp": "example", "strategy": "fedavg", "alone": "none", "ranks": "4", "tasks": "movie+trec"}
+
+
+@pytest.mark.core
+def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "a-privacy"
+    for number in (1, 2, 2, 3):  # a record of each session of a site that is started again
+        assert PrivacyRecord(path=path, most=None).pay(f"{number}", 40, OPTIONS, 10) == 10 * number
+    paid = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"epsilon 4\.\d+ with this round by .*a-privacy; allowed: 4; bring"):
+        PrivacyRecord(path=path, most=None).pay("4", 40, OPTIONS, 10)
+    assert path.read_bytes() == paid, "nothing is recorded of what was refused"
+    assert PrivacyRecord(path=path, most=None).pay("3", 40, OPTIONS, 10) == 30, "the same question is still answered"
+    other = replace(OPTIONS, epsilon=2.0)  # another run on the same examples, whose rounds cost less
+    with pytest.raises(ConfigError, match=r"allowed: 4\.1;"):
+        PrivacyRecord(path=path, most=4.1).pay("5", 40, other, 10)
+    assert PrivacyRecord(path=path, most=6.0).pay("5", 40, other, 10) == 10
+
+
+def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "a-privacy"
+    PrivacyRecord(path=path, most=None).pay("1", 40, OPTIONS, 10)
+    for text in (path.read_text().replace("10", "1"), '{"mine": 1}'):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="it is not what was written"):
+            PrivacyRecord(path=path, most=None).pay("2", 40, OPTIONS, 10)
+        assert path.read_text() == text
+
+
+def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same_one(
+    tiny_of, site_of, spec_of, tmp_path: Path
+) -> None:
+    """By equal noise under two start models, or with and without an example, a difference would show the examples."""
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=12)
+    record = PrivacyRecord(path=tmp_path / "a-privacy", most=100.0)
+    site = replace(site_of(tiny, spec), secrets={"a-0": b"s" * 32}, seed=None, pay=record.pay)
+    options = replace(OPTIONS, optimizer="sgd", lr=1e4, clip=1e-6, batch_size=12, max_steps=1)
+    start = tiny.params(spec)
+    other = {key: tensor + 1e-3 * key.endswith("lora_B") for key, tensor in start.items()}
+    first = Job(client="a-0", params=start, round=1, options=options)
+
+    def noise(job: Job, at=site) -> float:
+        (update,) = train_privately([job], at)
+        key = next(key for key in job.params if key.endswith("lora_B"))
+        return float((update.params[key] - job.params[key]).flatten()[0])
+
+    drawn = noise(first)
+    assert noise(first) == drawn
+    assert noise(replace(first, options=replace(options, hash_loaded=True))) == drawn, "an audit changes no draw"
+    assert len(read_json(record.path)["paid"]) == 1
+    fewer = replace(site, data=site_of(tiny, replace(spec, examples=11)).data)
+    shared = replace(site, secrets={"a-0": b"t" * 32})
+    drawn_otherwise = [
+        noise(replace(first, params=other)),
+        noise(replace(first, round=2)),
+        noise(replace(first, options=replace(options, clip=2e-6))),
+        noise(first, fewer),
+        noise(first, replace(shared, pay=None)),
+    ]
+
+    assert all(abs(value - drawn) > 1e-5 for value in drawn_otherwise)
+    assert len(read_json(record.path)["paid"]) == 5
+
+
+def consent(**values: object) -> SiteChoices:
+    return SiteChoices(task="movie", device="cpu_2gb", least_examples=1, max_rounds_per_example=9, **values)
+
+
+def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path: Path) -> None:
+    rows = [f"{'good' if n % 2 else 'bad'} film number {n},{'yes' if n % 2 else 'no'}" for n in range(60)]
+    (tmp_path / "own.csv").write_text("\n".join(["text,label", *rows]))
+    (task,) = find_tasks((), (f"notes={tmp_path / 'own.csv'}",))
+    sizes: Sizes = {"train": 20, "validation": 10, "test": 10}
+    client = site_client(task, Source(cache_dir=None), sizes, name="notes-0", secret=b"s" * 32, shuffle_labels=False)
+    private = validate(with_values(Config(), {**PRIVATE, "epsilon": "3"}))
+    plain = validate(with_values(Config(), {"strategy": "fedavg", "tasks": "movie+trec"}))
+    check_settings(private, consent(dp="example", epsilon=3.0), client=client, device="cpu_2gb")
+    check_settings(private, consent(), client=client, device="cpu_2gb")
+    for config, choices, message in (
+        (plain, {"dp": "example"}, "the server's --dp is none, and this site joins with --dp example"),
+        (private, {"dp": "example", "epsilon": 2.5}, r"the server's --epsilon: 3\.0; allowed: at most 2\.5"),
+        (
+            with_values(private, {"delta": "0.1"}),
+            {},
+            r"--delta is 0\.1, and a client has 20 examples; allowed: below one",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_settings(config, consent(**choices), client=client, device="cpu_2gb")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epsilon": 3.0}, "--epsilon is 3; allowed: above 0, with --dp example"),
+        ({"dp": "example", "epsilon": 0.0}, "--epsilon is 0; allowed: above 0"),
+        ({"dp": "client"}, "--dp is 'client'; allowed: none, example"),
+    ],
+)
+def test_a_pin_that_says_nothing_is_one_line(values, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_consent(consent(**values))
