@@ -127,7 +127,7 @@ def place(options: cli.PlaceOptions) -> int:
 def attack(options: cli.AttackOptions) -> int:
     """Print what the attack of these words learns; 0."""
     config = validate(options.settings)
-    key = ATTACK_KEYS[options.what]
+    key = "dfil" if options.what == CUTS else "client"
     check_target(options.to, example="attack.json", is_own=lambda path: holds_json(path, keys=(key,)))
     given = {"--cuts": options.cuts or None, "--shadows": options.shadows, "--client": options.client}
     for flag in FLAGS_OF_NO_USE[options.what]:
@@ -148,8 +148,6 @@ def attack(options: cli.AttackOptions) -> int:
     return 0
 
 
-ATTACK_KEYS: Mapping[str, str] = {"membership": "auc", "tokens": "right_chance", "canaries": "coins", "cuts": "dfil"}
-"""An entry by which a file is known as one of this attack."""
 FLAGS_OF_NO_USE: Mapping[str, Sequence[str]] = {
     "membership": ("--cuts",),
     "tokens": ("--cuts", "--shadows"),

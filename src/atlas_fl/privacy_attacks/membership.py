@@ -46,45 +46,6 @@ GUESSED = 4
 LEAST_SHADOWS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Membership inference on one client's examples; intervals of 95% are a bootstrap of the shadow clients."""
-
-    client: str
-    epsilon: float | None
-    """Spent by each shadow client; None without differential privacy."""
-    score: float
-    """Mean test score of the shadow clients."""
-    auc: float
-    auc_low: float
-    auc_high: float
-    tpr_1: float
-    """Share of the members that are found at 1% false positives."""
-    tpr_1_low: float
-    tpr_1_high: float
-    tpr_10: float
-    tpr_10_low: float
-    tpr_10_high: float
-    shadows: int
-    examples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpsilonAudit:
-    """A lower bound of the epsilon that one client's training spends."""
-
-    client: str
-    epsilon: float | None
-    """Upper bound, by the accountant; None without differential privacy."""
-    bound: float
-    """Lower bound, by the guesses, at a level of 95%."""
-    correct: int
-    guesses: int
-    coins: int
-    score: float
-    """Mean test score of the shadow clients, whose labels are drawn at random."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shadows:
     """Shadow clients after training."""
@@ -167,8 +128,12 @@ def attack_rates(scores: np.ndarray, is_member: np.ndarray) -> tuple[float, ...]
     return area, *(float((flat[truth] > np.quantile(flat[~truth], 1 - rate)).mean()) for rate in FALSE_POSITIVES)
 
 
-def infer_membership(assembly: Assembly, client: ClientData, *, shadows: int, on_event: OnEvent) -> Membership:
-    """Attack the membership of the client's training examples in the model of each of so many shadow clients."""
+def infer_membership(assembly: Assembly, client: ClientData, *, shadows: int, on_event: OnEvent) -> dict[str, Any]:
+    """Attack the membership of the client's training examples in the model of each of so many shadow clients.
+
+    The row has the epsilon that each spends, their mean test score, the AUC, and `tpr_1` and `tpr_10`, the shares of
+    the members that are found at 1% and 10% false positives; intervals of 95% are a bootstrap of the shadow clients.
+    """
     pool, seed = assembly.site.data[client.name].splits["train"], assembly.config.run.seed
     _check(client, shadows=shadows)
     size = len(pool)
@@ -186,18 +151,17 @@ def infer_membership(assembly: Assembly, client: ClientData, *, shadows: int, on
     draws = generator(seed, "attack", "bootstrap").integers(shadows, size=(RESAMPLES, shadows))
     resampled = np.array([attack_rates(scores[index], is_member[index]) for index in draws])
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0).tolist()
-    rates = attack_rates(scores, is_member)
-    values: dict[str, Any] = {
-        name + end: value
-        for end, numbers in {"": rates, "_low": low, "_high": high}.items()
-        for name, value in zip(("auc", "tpr_1", "tpr_10"), numbers, strict=True)
-    }
-    values |= {"client": client.name, "epsilon": trained.epsilon, "score": trained.score}
-    return Membership(**values, shadows=shadows, examples=size)
+    row: dict[str, Any] = {"client": client.name, "epsilon": trained.epsilon, "score": trained.score}
+    for name, *values in zip(("auc", "tpr_1", "tpr_10"), attack_rates(scores, is_member), low, high, strict=True):
+        row |= zip((name, f"{name}_low", f"{name}_high"), values, strict=True)
+    return row
 
 
-def audit_epsilon(assembly: Assembly, client: ClientData, *, shadows: int, on_event: OnEvent) -> EpsilonAudit:
-    """Bound the epsilon of the client's training from below by canaries in so many shadow clients."""
+def audit_epsilon(assembly: Assembly, client: ClientData, *, shadows: int, on_event: OnEvent) -> dict[str, Any]:
+    """Bound the epsilon of the client's training from below by canaries in so many shadow clients.
+
+    The row has the accountant's upper bound as `epsilon` and the lower `bound`, at a level of 95%.
+    """
     own, seed = assembly.site.data[client.name].splits["train"], assembly.config.run.seed
     _check(client, shadows=shadows)
     labels = generator(seed, "attack", "labels").integers(client.task.num_labels, size=len(own))
@@ -210,22 +174,11 @@ def audit_epsilon(assembly: Assembly, client: ClientData, *, shadows: int, on_ev
     coins = is_member[known:].ravel()
     guessed = np.argsort(-np.abs(scores), kind="stable")[: len(coins) // GUESSED]
     correct = int(((scores > 0) == coins)[guessed].sum())
-    delta = assembly.config.training.delta
-    largest = float(is_member.sum(1).min()) ** -1.1 if delta is None else delta
-    return EpsilonAudit(
-        client=client.name,
-        epsilon=trained.epsilon,
-        bound=epsilon_bound(
-            coins=len(coins),
-            guesses=len(guessed),
-            correct=correct,
-            delta=largest if assembly.config.training.dp == "example" else 0.0,
-        ),
-        correct=correct,
-        guesses=len(guessed),
-        coins=len(coins),
-        score=trained.score,
-    )
+    training, count = assembly.config.training, len(guessed)
+    delta = is_member.sum(1).min() ** -1.1 if training.delta is None else training.delta
+    bound = epsilon_bound(coins=coins.size, guesses=count, correct=correct, delta=delta * (training.dp == "example"))
+    row = {"client": client.name, "epsilon": trained.epsilon, "score": trained.score, "bound": bound}
+    return {**row, "correct": correct, "guesses": count, "coins": coins.size}
 
 
 def epsilon_bound(*, coins: int, guesses: int, correct: int, delta: float) -> float:

@@ -16,11 +16,11 @@ from atlas_fl.setup.assembly import Assembly, assemble
 SHADOWS = 16
 """Shadow clients by default."""
 Row: TypeAlias = Mapping[str, Any]
-PrivacyAttack: TypeAlias = Callable[[Assembly, ClientData, int, OnEvent], Sequence[object]]
-"""(assembly, the client that is attacked, shadow clients, progress) -> rows as dataclasses."""
+PrivacyAttack: TypeAlias = Callable[[Assembly, ClientData, int, OnEvent], Sequence[Row]]
+"""(assembly, the client that is attacked, shadow clients, progress) -> rows."""
 
 
-def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -> Sequence[object]:
+def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -> Sequence[Row]:
     others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
     if not others:
         raise ConfigError(
@@ -73,5 +73,4 @@ def run_attack(
             " model of packs (`atlas list models`)"
         )
     on_event(PhaseStarted(attack))
-    rows: list[Any] = list(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))
-    return tuple(asdict(row) for row in rows)
+    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))

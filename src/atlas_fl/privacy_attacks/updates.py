@@ -25,7 +25,8 @@ The level of guessing is another client of the same task: the same order of toke
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,41 +58,15 @@ HEAD_DRIFT = 0.02
 TOKENS_AT_ONCE = 1 << 15
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenReading:
-    """Tokens that a server reads out of one client's updates."""
-
-    client: str
-    server: str
-    """honest, or hostile inside what a site checks."""
-    epsilon: float | None
-    """Spent; None without differential privacy."""
-    score: float | None
-    """Test score of the client's last model; None under a hostile server."""
-    updates: int
-    """Updates that the site has sent."""
-    read: int
-    """Different tokens that are read."""
-    right: float
-    """Share of right ones among them."""
-    right_chance: float
-    found: float
-    """Share of the client's different tokens that are among them."""
-    found_chance: float
-    placed: float | None
-    """Share of right ones among the tokens read at each place, as many as texts are that long; None of whole models."""
-    placed_chance: float | None
-    sentences: int
-    """Texts of which every word is read at its place."""
-    texts: int
-    refusal: str = ""
-    """The site's line where it refused a start model."""
-
-
 def read_tokens(
     assembly: Assembly, client: ClientData, other: ClientData, *, hostile: bool, on_event: OnEvent
-) -> TokenReading:
-    """Train the client under this server, and read; `other` gives the level of guessing."""
+) -> dict[str, Any]:
+    """Train the client under this server, and read; `other` gives the level of guessing.
+
+    The row has the number of `updates` and of different tokens that are `read`, the share of right ones among them, the
+    share of the client's tokens that are `found`, the share of right ones among tokens read at a place (`placed`; of
+    whole models none), the texts of which every word is read at its place (`sentences`), and a site's `refusal`.
+    """
     _check(assembly, client)
     train = assembly.site.data[client.name].splits["train"]
     starts, trained, epsilon, refusal = _updates(assembly, client, hostile=hostile, on_event=on_event)
@@ -111,23 +86,20 @@ def read_tokens(
     found = None if directions is None else [(_placed(shares, one), one) for one in (train, strangers)]
     placed = [None, None] if found is None else [_share_right(pairs, _pairs(one, marks)) for pairs, one in found]
     words = [[(place, token) for place, token in text if token not in marks] for text in _texts(train)]
-    return TokenReading(
-        client=client.name,
-        server="hostile" if hostile else "honest",
-        epsilon=epsilon,
-        score=None if hostile else _test_score(assembly, client, trained[-1], on_event),
-        updates=len(trained),
-        read=read,
-        right=hits / max(1, read),
-        right_chance=lucky / max(1, read),
-        found=hits / len(truth),
-        found_chance=lucky / len(guesses),
-        placed=placed[0],
-        placed_chance=placed[1],
-        sentences=0 if found is None else sum(set(text) <= found[0][0] for text in words),
-        texts=len(train),
-        refusal=refusal,
-    )
+    return {
+        "client": client.name,
+        "server": "hostile" if hostile else "honest",
+        "epsilon": epsilon,
+        "score": None if hostile else _test_score(assembly, client, trained[-1], on_event),
+        "updates": len(trained),
+        "read": read,
+        **{"right": hits / max(1, read), "right_chance": lucky / max(1, read)},
+        **{"found": hits / len(truth), "found_chance": lucky / len(guesses)},
+        **{"placed": placed[0], "placed_chance": placed[1]},
+        "sentences": 0 if found is None else sum(set(text) <= found[0][0] for text in words),
+        "texts": len(train),
+        "refusal": refusal,
+    }
 
 
 def _check(assembly: Assembly, client: ClientData) -> None:
