@@ -179,7 +179,8 @@ def _directions(assembly: Assembly, starts: list[Params], trained: list[Params])
         rows.append(change / change.norm().clamp(min=1e-300))
     _, sizes, vectors = torch.linalg.svd(torch.cat(rows), full_matrices=False)
     most = vectors.shape[1] // 2
-    return vectors[:most][sizes[:most] > 1e-6 * sizes[0]].float().T
+    directions: Tensor = vectors[:most][sizes[:most] > 1e-6 * sizes[0]].float().T
+    return directions
 
 
 def _shares_in_span(assembly: Assembly, directions: Tensor, *, longest: int) -> Tensor:
