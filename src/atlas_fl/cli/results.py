@@ -132,7 +132,7 @@ def attack(options: cli.AttackOptions) -> int:
     given = {"--cuts": options.cuts or None, "--shadows": options.shadows, "--client": options.client}
     for flag in FLAGS_OF_NO_USE[options.what]:
         if given[flag] is not None:
-            raise ConfigError(f"{flag} says nothing of `atlas attack {options.what}`; leave it out")
+            raise ConfigError(f"{flag} says nothing of the attack {options.what}; leave it out")
     with show_progress() as on_event:
         rows = run_attack(
             config,

@@ -70,7 +70,7 @@ def run_attack(
     if (family := assembly.site.backbone.family).stock:
         raise ConfigError(
             f"{config.model.model!r} ({family.model_type}) runs through the stock path, one client at a time; take a"
-            " model of packs (`atlas list models`)"
+            " model of packs, such as --model minilm"
         )
     on_event(PhaseStarted(attack))
     return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))
