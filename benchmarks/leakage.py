@@ -1,6 +1,6 @@
 """What do the activations at each cut give away of a client's text, over other wires and with noise?
 
-`atlas leakage` is this for one wire and one task after another; here are several ways side by side, on MiniLM.
+`atlas attack cuts` is this for one wire and one task after another; here are several ways side by side, on MiniLM.
 
     python benchmarks/leakage.py --cuts 0 1 3 5
     python benchmarks/leakage.py --cuts 3 5 --draws 5     # of the noise: the mean share, and the least and the largest

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
 ORDER = (
     *("config", "data", "models", "sparse", "split", "client", "methods", "aggregation", "clustering"),
-    *("ranks", "setup", "planning", "runtime", "experiment", "deployment", "flower", "audit", "report"),
+    *("ranks", "setup", "planning", "runtime", "experiment", "deployment", "privacy_attacks", "flower", "audit"),
+    "report",
     *("cli", "storage"),
 )
 """Packages in the order in which the story is told: settings, data, model, client, server, plan, run, results."""

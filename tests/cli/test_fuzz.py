@@ -34,7 +34,8 @@ def random_line(draw: random.Random) -> list[str]:
     # whatever is understood must have nothing to do: no run of this name, no task of this name
     words = {"run": ["--tasks", "nothing"], "sweep": ["--tasks", "nothing"], "compare": ["--tasks", "nothing"]}
     words |= {"search": ["--tasks", "nothing"], "demo": ["--preset", "nothing"], "doctor": ["--preset", "nothing"]}
-    line = [command, *(words.get(command) or (["--tasks", "nothing"] if command in ("plan", "leakage") else []))]
+    words |= {"plan": ["--tasks", "nothing"], "attack": ["cuts", "--tasks", "nothing"]}
+    line = [command, *words.get(command, [])]
     for _ in range(draw.randrange(5)):
         flag = draw.choice([setting.flag for setting in settings().values() if setting.name != "tasks"])
         if draw.random() < 0.2:

@@ -117,7 +117,16 @@ def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut:
 def test_the_command_prints_and_writes_what_the_function_returns(config: Make, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "own.toml").write_text(to_toml(config()))
-    words = ["leakage", "--config", str(tmp_path / "own.toml"), "--cuts", "1", "--to", str(tmp_path / "leakage.json")]
+    words = [
+        "attack",
+        "cuts",
+        "--config",
+        str(tmp_path / "own.toml"),
+        "--cuts",
+        "1",
+        "--to",
+        str(tmp_path / "leakage.json"),
+    ]
     assert main(words) == 0
     expected = [dataclasses.asdict(row) for row in measure_leakage(config(), cuts=[1])]
     assert json.loads((tmp_path / "leakage.json").read_text()) == expected

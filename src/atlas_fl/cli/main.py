@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Command] = {
     "compare": Command("sweep.compare", options.CompareOptions, refused=("--seed", "--strategy")),
     "sweep": Command("sweep.sweep", options.SweepOptions, refused=("--seed",)),
     "search": Command("sweep.search", options.SearchOptions),
-    "leakage": Command("results.leakage", options.LeakageOptions),
+    "attack": Command("results.attack", options.AttackOptions),
     "masks": Command("results.masks", options.MasksOptions),
     "vectors": Command("results.vectors", options.VectorsOptions),
     "certs": Command("deploy.certs", options.CertsOptions),

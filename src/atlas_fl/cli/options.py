@@ -13,6 +13,7 @@ from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.methods.knobs import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
+PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "cuts"]
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
 
@@ -230,12 +231,19 @@ class PlaceOptions(OneRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakageOptions(SettingsOptions):
-    """Show what a cut at each block would give away of every task's texts over --wire and with --wire-noise: dFIL, and
-    how many tokens a linear probe reads. Trains nothing and writes nothing but with --to."""
+class AttackOptions(SettingsOptions):
+    """Try to learn training examples out of what clients send, under the same settings as `atlas run`: `membership` of
+    an example in one client's models, `tokens` out of its updates, a lower bound of epsilon by `canaries`, or what
+    `cuts` give away of texts. Each has the level of guessing beside. Writes nothing but with --to."""
 
+    what: Annotated[PrivacyAttackName, Positional("ATTACK")]
+    """The attack."""
+    client: str | None = None
+    """Client that is attacked, alone; the first by default. cuts: all of them."""
+    shadows: int | None = None
+    """membership and canaries: shadow clients, which are trained on halves of the client's examples; 16 by default."""
     cuts: tuple[int, ...] = ()
-    """Blocks on the client; every possible number by default."""
+    """cuts: blocks on the client; every possible number by default."""
     to: str | None = None
     """Write the table as JSON to this file as well."""
 

@@ -1,7 +1,6 @@
-"""`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
+"""`atlas report`, `results`, `audit`, `export`, `place`, `attack`, `masks` and `vectors`: commands on runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from atlas_fl.experiment import task_arithmetic as arithmetic
 from atlas_fl.experiment.export import export_client, publish
 from atlas_fl.params import Params, num_values
 from atlas_fl.planning.place_client import place_client
-from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.plugins import load_plugins
+from atlas_fl.privacy_attacks.registry import CUTS, SHADOWS, run_attack
 from atlas_fl.report.drawing import draw, save_png
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.figures import draw_all
@@ -28,7 +27,7 @@ from atlas_fl.report.html.write import is_page, write_report
 from atlas_fl.report.mask_charts import density_chart, overlap_chart, scales_chart, scales_csv
 from atlas_fl.report.results_page import BEGINNING, write_page
 from atlas_fl.report.table import Cell, Number, Table, count, plain, share
-from atlas_fl.report.tables import leakage_table
+from atlas_fl.report.tables import attack_table, leakage_table
 from atlas_fl.sparse.masks import check_same_model, density_by_layer, merge_masks, num_kept, overlap, read_mask
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
 from atlas_fl.storage.digests import check_files
@@ -125,18 +124,37 @@ def place(options: cli.PlaceOptions) -> int:
     return 0
 
 
-def leakage(options: cli.LeakageOptions) -> int:
-    """Print what cuts give away under what these words say; 0."""
+def attack(options: cli.AttackOptions) -> int:
+    """Print what the attack of these words learns; 0."""
     config = validate(options.settings)
-    check_target(options.to, example="leakage.json", is_own=lambda path: holds_json(path, keys=("dfil", "blocks")))
-
+    key = "dfil" if options.what == CUTS else "client"
+    check_target(options.to, example="attack.json", is_own=lambda path: holds_json(path, keys=(key,)))
+    given = {"--cuts": options.cuts or None, "--shadows": options.shadows, "--client": options.client}
+    for flag in FLAGS_OF_NO_USE[options.what]:
+        if given[flag] is not None:
+            raise ConfigError(f"{flag} says nothing of the attack {options.what}; leave it out")
     with show_progress() as on_event:
-        measured = measure_leakage(config, cuts=options.cuts or None, on_event=on_event)
-    rows = [asdict(row) for row in measured]
-    show([leakage_table(rows)])
+        rows = run_attack(
+            config,
+            options.what,
+            client=options.client,
+            shadows=SHADOWS if options.shadows is None else options.shadows,
+            cuts=options.cuts or None,
+            on_event=on_event,
+        )
+    show([leakage_table(rows) if options.what == CUTS else attack_table(options.what, rows)])
     if options.to is not None:
-        write_json(Path(options.to), rows)
+        write_json(Path(options.to), list(rows))
     return 0
+
+
+FLAGS_OF_NO_USE: Mapping[str, Sequence[str]] = {
+    "membership": ("--cuts",),
+    "tokens": ("--cuts", "--shadows"),
+    "canaries": ("--cuts",),
+    "cuts": ("--shadows", "--client"),
+}
+"""Flags that are of other attacks."""
 
 
 def masks(options: cli.MasksOptions) -> int:

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
@@ -203,6 +203,51 @@ LEAKAGE_NOTE = (
     " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
     " information leakage"
 )
+
+
+def _with_interval(name: str) -> Callable[[Entry], Cell]:
+    def cell(entry: Entry) -> Cell:
+        if name not in entry:
+            return EMPTY
+        values = (entry[name + end] for end in ("", "_low", "_high"))
+        return Number(value=entry[name], text="{:.3f}\n{:.3f}-{:.3f}".format(*values))
+
+    return cell
+
+
+ATTACK_COLUMNS: Columns = {
+    "server": cell_at("server", word),
+    "epsilon": cell_at("epsilon", lambda epsilon: plain(epsilon, 2)),
+    "test score": cell_at("score", plain),
+    "AUC": _with_interval("auc"),
+    "found at 1% false": _with_interval("tpr_1"),
+    "found at 10% false": _with_interval("tpr_10"),
+    "updates": cell_at("updates", count),
+    "read": cell_at("read", count),
+    "right": cell_at("right", share),
+    "by chance": cell_at("right_chance", share),
+    "placed": cell_at("placed", share),
+    "placed by chance": cell_at("placed_chance", share),
+    "sentences": cell_at("sentences", count),
+    "lower bound": cell_at("bound", lambda bound: plain(bound, 2)),
+    "right guesses": cell_at("correct", count),
+    "of guesses": cell_at("guesses", count),
+}
+ATTACK_NOTES: Mapping[str, str] = {
+    "membership": "AUC: 0.500 is guessing; found: share of the members, where this share of others is taken for"
+    " members, which is also what guessing finds; intervals of 95% over shadow clients",
+    "tokens": "read: different tokens; right: those of the client's texts; placed: right ones among tokens read at a"
+    " place of a text; by chance: the same against another client's texts; sentences: every word at its place; a"
+    " hostile server stays inside what a site checks",
+    "canaries": "epsilon: spent, by the accountant; lower bound: by guesses, at 95%; a low one proves nothing",
+}
+
+
+def attack_table(attack: str, rows: Iterable[Entry]) -> Table:
+    """One row a server: what the attack on a client learns, and what guessing does."""
+    entries = list(rows)
+    title = f"{attack} of {entries[0]['client']}"
+    return table_of(title, ATTACK_COLUMNS, entries, note=ATTACK_NOTES[attack]).without_empty()
 
 
 def closing_table(summary: Entry) -> Table:

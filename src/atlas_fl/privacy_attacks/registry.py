@@ -1,0 +1,76 @@
+"""Every attack by its name, and the function behind `atlas attack`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+from atlas_fl.config import Config
+from atlas_fl.data.clients import ClientData
+from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.planning.planner import measure_leakage
+from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership
+from atlas_fl.privacy_attacks.updates import read_tokens
+from atlas_fl.setup.assembly import Assembly, assemble
+
+SHADOWS = 16
+"""Shadow clients by default."""
+Row: TypeAlias = Mapping[str, Any]
+PrivacyAttack: TypeAlias = Callable[[Assembly, ClientData, int, OnEvent], Sequence[Row]]
+"""(assembly, the client that is attacked, shadow clients, progress) -> rows."""
+
+
+def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -> Sequence[Row]:
+    others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
+    if not others:
+        raise ConfigError(
+            f"{client.name} is the only client of its task, and another one gives the level of guessing; say"
+            " --clients-per-task 2"
+        )
+    servers = (False,) if assembly.is_full else (False, True)
+    return [read_tokens(assembly, client, others[0], hostile=hostile, on_event=on_event) for hostile in servers]
+
+
+PRIVACY_ATTACKS: Mapping[str, PrivacyAttack] = {
+    "membership": lambda assembly, client, shadows, tell: [
+        infer_membership(assembly, client, shadows=shadows, on_event=tell)
+    ],
+    "tokens": _tokens,
+    "canaries": lambda assembly, client, shadows, tell: [
+        audit_epsilon(assembly, client, shadows=shadows, on_event=tell)
+    ],
+}
+CUTS = "cuts"
+"""The attack on activations, which trains nothing (`planning.leakage`)."""
+
+
+def run_attack(
+    config: Config,
+    attack: str,
+    *,
+    client: str | None = None,
+    shadows: int = SHADOWS,
+    cuts: Sequence[int] | None = None,
+    on_event: OnEvent = ignore,
+) -> tuple[Row, ...]:
+    """Rows of an attack on what one client sends, by default the first; of `cuts` one for each task and cut.
+
+    Raises `ConfigError` for a client that there is not, and for settings that the attack has nothing to say of.
+    """
+    if attack == CUTS:
+        return tuple(asdict(row) for row in measure_leakage(config, cuts=cuts, on_event=on_event))
+    if attack not in PRIVACY_ATTACKS:
+        raise unknown_name("attack", attack, [CUTS, *PRIVACY_ATTACKS])
+    on_event(PhaseStarted("loading"))
+    assembly = assemble(config)
+    by_name = {one.name: one for one in assembly.clients}
+    name = assembly.names[0] if client is None else client
+    if name not in by_name:
+        raise unknown_name("client", name, by_name)
+    if (family := assembly.site.backbone.family).stock:
+        raise ConfigError(
+            f"{config.model.model!r} ({family.model_type}) runs through the stock path, one client at a time; take a"
+            " model of packs, such as --model minilm"
+        )
+    on_event(PhaseStarted(attack))
+    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))

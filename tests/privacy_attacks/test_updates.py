@@ -1,0 +1,103 @@
+"""Tokens out of updates: all of them out of whole models; a hostile server stays inside the checks of a site."""
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.client.job import Job
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.config import with_values
+from atlas_fl.config.presets import find_preset
+from atlas_fl.deployment.start_models import start_models_of
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import ignore
+from atlas_fl.privacy_attacks import updates
+from atlas_fl.privacy_attacks.membership import initial_model
+from atlas_fl.privacy_attacks.registry import run_attack
+from atlas_fl.privacy_attacks.updates import read_tokens
+from atlas_fl.setup.assembly import Assembly, assemble
+from tests.runs.finished import Make
+
+SHORT = {"tasks": "movie", "samples": 16, "max_length": 10, "ranks": 8, "rounds": 8, "lr": 1e-3}
+
+
+def test_the_rows_of_a_whole_models_embeddings_that_move_are_the_clients_tokens(config: Make) -> None:
+    (row,) = run_attack(config(tasks="movie", trainable="full", strategy="fedavg", rounds=1), "tokens")
+    assert (row["right"], row["found"]) == (1.0, 1.0)
+    assert row["right_chance"] < 0.5
+
+
+def test_a_hostile_server_stays_inside_the_checks_of_a_site(config: Make) -> None:
+    honest, hostile = run_attack(config(**SHORT), "tokens")
+    assert (honest["updates"], hostile["updates"], hostile["refusal"]) == (8, 7, "")
+    assert honest["score"] is not None and hostile["score"] is None
+
+
+@pytest.mark.slow
+def test_words_of_a_client_are_read_with_the_defaults_of_a_site() -> None:
+    """On MiniLM, whose embeddings are wide enough to tell thirty thousand tokens apart."""
+    small = {"tasks": "movie", "clients_per_task": "2", "samples": "16", "max_length": "24", "ranks": "8"}
+    honest, hostile = run_attack(with_values(find_preset("quick"), {**small, "rounds": "4"}), "tokens")
+    assert hostile["refusal"] == "" and hostile["right"] > 0.9 > 0.3 > hostile["right_chance"]
+    assert honest["right"] < hostile["right"]
+
+
+def test_updates_of_a_hostile_server_lie_in_the_span_of_the_embeddings(config: Make) -> None:
+    """By NumPy: a client of two texts, whose embeddings span less than a row has numbers."""
+    assembly = assemble(config(**{**SHORT, "samples": 2, "ranks": 2, "batch_size": 1}))
+    client, backbone = assembly.clients[0], assembly.site.backbone
+    first = initial_model(assembly, client)
+    start = updates._chosen(assembly, first, first, round=2)
+    (update,) = updates.local_engine(assembly, ignore).run(
+        "train", [Job(client=client.name, params=start, round=2, options=_options(assembly))]
+    )
+    directions = updates._directions(assembly, [start], [update.params]).double().numpy()
+    examples = assembly.site.data[client.name].splits["train"]
+    ids, lengths = torch.from_numpy(examples.ids), examples.lengths.tolist()
+    layout = updates.make_layout(lengths)
+    with torch.inference_mode():
+        rows = updates.embed_tokens(backbone, ids, torch.zeros_like(ids), layout).double().numpy()
+    assert rows.shape[0] < rows.shape[1] and directions.shape[1] > 0
+    inside = np.linalg.lstsq(rows.T, directions, rcond=None)[0]
+    assert np.abs(rows.T @ inside - directions).max() < 1e-3
+
+
+def _options(assembly: Assembly) -> TrainOptions:
+    return updates.train_options(assembly.config, with_images=False)
+
+
+def test_the_checks_of_a_site_are_those_that_it_has(config: Make) -> None:
+    """In round one none but the initialisation is trained on."""
+    assembly = assemble(config(**SHORT))
+    client = assembly.clients[0]
+    first = initial_model(assembly, client)
+    known = start_models_of(assembly.config, lambda _: first, examples=16, images=False)
+    job = Job(client=client.name, params=updates._chosen(assembly, first, first, round=2), round=1, options=None)
+    with pytest.raises(updates.ProtocolError, match="is not the initialisation"):
+        known.check("train", job)
+
+
+@pytest.mark.slow
+def test_under_differential_privacy_nothing_is_read_beyond_chance(config: Make) -> None:
+    pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+    private = {**SHORT, "strategy": "fedavg", "dp": "example", "epsilon": 3, "delta": 1e-3}
+    for row in run_attack(config(**private), "tokens"):
+        assert row["epsilon"] == pytest.approx(3, abs=0.1) or row["epsilon"] < 3
+        assert row["right"] <= row["right_chance"] + 0.2
+
+
+def test_what_the_attack_has_nothing_to_say_of_is_one_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"movie-0 is the only client of its task.*--clients-per-task 2"):
+        run_attack(config(tasks="movie", clients_per_task=1), "tokens")
+    with pytest.raises(ConfigError, match=r"--adapted-blocks is 1.*leave --adapted-blocks out"):
+        run_attack(config(tasks="movie", adapted_blocks=1), "tokens")
+
+
+def test_guessing_is_held_against_another_client(config: Make) -> None:
+    assembly = assemble(config(**{**SHORT, "rounds": 1}))
+    first, second = assembly.clients[:2]
+    found = read_tokens(assembly, first, second, hostile=False, on_event=ignore)
+    turned = read_tokens(assembly, first, first, hostile=False, on_event=ignore)
+    same = [key for key in found if "chance" not in key]
+    assert [turned[key] for key in same] == [found[key] for key in same]
+    assert all(turned[f"{key}_chance"] == turned[key] for key in ("right", "found", "placed"))
