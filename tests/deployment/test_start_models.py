@@ -117,6 +117,21 @@ def test_a_model_that_no_round_leads_to_is_refused_with_its_figure(name: str) ->
         site._models.clear()
 
 
+def test_factors_that_shrink_together_are_refused_in_product_space_too() -> None:
+    """Their gradients are below AdamW's epsilon, under which steps are linear and updates show the embeddings."""
+    site = known(space="product")
+    site.check("train", job(FIRST, 1))
+    site.remember(job(FIRST, 1), trained(FIRST))
+
+    def shrunk(factor: float) -> dict[str, Tensor]:
+        own = trained(FIRST, step=5e-3)
+        return {key: factor * tensor if key.startswith("q") else tensor for key, tensor in own.items()}
+
+    site.check("train", job(shrunk(1e-2), 2))
+    with pytest.raises(ProtocolError, match=r"'q': its factor A is .* times shorter .*; allowed: 1300"):
+        known(space="product").check("train", job(shrunk(1e-4), 2))
+
+
 def test_a_site_without_a_model_of_its_own_measures_from_the_initialisation() -> None:
     """After a restart, or where it came late: AdamW moves a number by its rate in a step at most, or about that."""
     late = known()

@@ -38,12 +38,15 @@ def test_words_of_a_client_are_read_with_the_defaults_of_a_site() -> None:
     """On MiniLM, whose embeddings are wide enough to tell thirty thousand tokens apart."""
     small = {"tasks": "movie", "clients_per_task": "2", "samples": "16", "max_length": "24", "ranks": "8"}
     honest, hostile = run_attack(with_values(find_preset("quick"), {**small, "rounds": "4"}), "tokens")
-    assert hostile["refusal"] == "" and hostile["right"] > 0.9 > 0.3 > hostile["right_chance"]
+    assert hostile["refusal"] == "" and hostile["right"] > 0.5 > 0.3 > hostile["right_chance"]
     assert honest["right"] < hostile["right"]
 
 
-def test_updates_of_a_hostile_server_lie_in_the_span_of_the_embeddings(config: Make) -> None:
-    """By NumPy: a client of two texts, whose embeddings span less than a row has numbers."""
+def test_updates_of_a_hostile_server_lie_in_the_span_of_the_embeddings(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NumPy: a client of two texts, whose embeddings span less than a row has numbers; of factors near nothing."""
+    monkeypatch.setattr(updates, "TINY", 1e-14)
     assembly = assemble(config(**{**SHORT, "samples": 2, "ranks": 2, "batch_size": 1}))
     client, backbone = assembly.clients[0], assembly.site.backbone
     first = initial_model(assembly, client)

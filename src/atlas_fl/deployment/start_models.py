@@ -8,7 +8,7 @@ B (d_out, r), whose update is P = s B A, and of a head or a whole model in the p
 
     dead     max_i s |B u_i| / sigma_i(A) / (1 + rounds)     over the left singular vectors u_i of A
     large    sigma_1(A) / sigma_1(A_0) / (1 + rounds)        A_0 the initialisation at this rank
-    small    sigma_r(A_0) / sigma_r(A)           where A and B are mixed apart, or not at all
+    small    sigma_r(A_0) / sigma_r(A)           where A and B are mixed apart, or not at all; `thin` in product space
     moved    |P - P_own| / (rounds since m)      P_own the site's last trained one, m the most that one round of its own
                                                  training has moved it
     far      |P - P_0| / (rounds steps g)        g the most that one step of its optimizer moves it
@@ -42,12 +42,13 @@ from atlas_fl.setup.options import scale_of, train_options, warmup_rank
 Initial: TypeAlias = Callable[[Mapping[str, int]], Params]
 """The initialisation with these ranks by module: adapters and head, or the whole model."""
 
-BOUNDS: Mapping[str, float] = {"dead": 100.0, "large": 20.0, "small": 30.0, "moved": 300.0, "far": 100.0}
+BOUNDS: Mapping[str, float] = {"dead": 100.0, "large": 20.0, "small": 30.0, "thin": 1300.0, "moved": 300.0, "far": 100.0}
 """The largest figure that a site takes: about ten times the largest of honest runs, or more."""
 WORDS: Mapping[str, str] = {
     "dead": "its factor B has grown by {value:.3g} times its factor A a round in a direction",
     "large": "its factor A has grown by {value:.3g} times the initialisation a round",
     "small": "its factor A is {value:.3g} times shorter than the initialisation in a direction",
+    "thin": "its factor A is {value:.3g} times shorter than the initialisation in a direction",
     "moved": "it is {value:.3g} times as far from this site's last model as its own training moves it",
     "far": "it is {value:.3g} times as far from the initialisation as training can move it",
 }
@@ -219,8 +220,8 @@ class StartModels:
         _, sizes = _left_singular(a)
         _, fresh = _left_singular(initial[module + LORA_A].double())
         yield module, "large", float(sizes[-1] / fresh[-1]) / (1 + rounds)
-        if self.config.mixing.space == "factors":
-            yield module, "small", float(fresh[0] / sizes[0].clamp(min=SMALLEST))
+        kind = "small" if self.config.mixing.space == "factors" else "thin"
+        yield module, kind, float(fresh[0] / sizes[0].clamp(min=SMALLEST))
 
     def _far(self, parts: Parts, initial: Params, *, rounds: int) -> Iterator[tuple[str, str, float]]:
         """Figures of a site without a model of its own yet; none of unclipped SGD, whose steps have no bound."""

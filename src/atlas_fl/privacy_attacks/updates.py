@@ -17,8 +17,9 @@ has moved (Gupta et al. 2022, "Recovering private text in federated learning of 
 
 An honest server sends the client the models that it trained itself, as if it were alone. A hostile one sends models
 that the site's own checks let through (`deployment.start_models`): in round one the initialisation, and then A and B of
-1e-14 times their usual size, B with other orthonormal columns in every round, and the head a little further. Gradients
-at A are then far below AdamW's epsilon, so that its steps are linear and updates stay in the span. It asks for half as
+a thousandth of their usual size, the least that sites let through, B with other orthonormal columns in every round, and
+the head a little further. Many gradients at A are then below AdamW's epsilon, so that its steps are nearly linear and
+updates stay near the span. It asks for half as
 many rounds as there are examples, the most that a site allows. Order and dropout come from a secret that it lacks.
 
 The level of guessing is another client of the same task: the same order of tokens, held against that client's texts.
@@ -51,7 +52,7 @@ from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import train_options
 from atlas_fl.split.codec import simulated_secret
 
-TINY = 1e-14
+TINY = 1e-3
 """Size of the hostile server's factors, times that of the initialisation."""
 HEAD_DRIFT = 0.02
 """Share of the head's own movement by which it moves on in every round: a start that stands still is refused."""

@@ -101,7 +101,9 @@ def _outcome(record: Record) -> list[Block]:
     full = (summary.get("bytes") or {}).get("full_model", {})
     if "reduction" in full:
         facts.append(("less than the whole model in every round", share(full["reduction"]), ""))
-    facts.append(PRIVACY)
+    spent = [row["epsilon"] for row in record.metrics if row.get("epsilon") is not None]
+    most = "largest epsilon of a client; noise from the seed of a simulation protects nobody"
+    facts.append(("privacy spent", plain(max(spent)), most) if spent else PRIVACY)
     told = gain_note(record.summary)
     alone = record.summary["alone"]["clients"].items() if told else ()
     gains = sorted(({"client": name, **entry} for name, entry in alone), key=lambda entry: -entry["gain"])
