@@ -42,7 +42,14 @@ from atlas_fl.setup.options import scale_of, train_options, warmup_rank
 Initial: TypeAlias = Callable[[Mapping[str, int]], Params]
 """The initialisation with these ranks by module: adapters and head, or the whole model."""
 
-BOUNDS: Mapping[str, float] = {"dead": 100.0, "large": 20.0, "small": 30.0, "thin": 1300.0, "moved": 300.0, "far": 100.0}
+BOUNDS: Mapping[str, float] = {
+    "dead": 100.0,
+    "large": 20.0,
+    "small": 30.0,
+    "thin": 1300.0,
+    "moved": 300.0,
+    "far": 100.0,
+}
 """The largest figure that a site takes: about ten times the largest of honest runs, or more."""
 WORDS: Mapping[str, str] = {
     "dead": "its factor B has grown by {value:.3g} times its factor A a round in a direction",
