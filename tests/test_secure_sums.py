@@ -135,10 +135,10 @@ def check_pattern(seed: int) -> bool:
         with pytest.raises(ProtocolError):
             sum_in_process(terms, values, gone=gone)
         return False
-    total, survivors = sum_in_process(terms, values, gone=gone)
-    assert len(survivors) == here["mask"]
-    wanted = np.sum([values[name] for name in survivors], axis=0)
-    assert np.abs(total - wanted).max() <= len(survivors) * terms.bound / terms.levels * (1 + 1e-6)
+    done = sum_in_process(terms, values, gone=gone)
+    assert len(done.survivors) == here["mask"]
+    wanted = np.sum([values[name] for name in done.survivors], axis=0)
+    assert np.abs(done.total - wanted).max() <= len(done.survivors) * terms.bound / terms.levels * (1 + 1e-6)
     return True
 
 

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -306,6 +307,8 @@ def open_sum(
     `sharers` are those whose shares were handed out, the keys of `masked` the survivors, and `revealed` has by client
     what it revealed about each other one. Raises ProtocolError where secrets do not fit, or too few answered.
     """
+    if len(masked) < (least := max(LEAST, terms.threshold)):
+        raise ProtocolError(f"{len(masked)} of {len(terms.clients)} clients are in the sum, and {least} are needed")
     total = np.zeros_like(next(iter(masked.values())))
     for one in masked.values():
         total += one
@@ -331,10 +334,20 @@ STEPS = ("keys", "shares", "mask", "confirm", "reveal")
 """A client's answers, in their order."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumResult:
+    """A sum and who is in it."""
+
+    total: Float64[np.ndarray, " d"]
+    survivors: tuple[str, ...]
+    sent_bytes: Mapping[str, tuple[int, int]]
+    """By client the bytes up and down beside the masked vector: keys, shares, signatures."""
+
+
 def sum_in_process(
     terms: Terms, values: Mapping[str, Float64[np.ndarray, " d"]], *, gone: Mapping[str, str] | None = None
-) -> tuple[Float64[np.ndarray, " d"], tuple[str, ...]]:
-    """(the sum, the clients in it) of a simulation, all messages included; `gone` has who leaves before which step."""
+) -> SumResult:
+    """The sum of a simulation, all messages included; `gone` has who leaves before which step."""
     signers = {name: new_signer(SECP256R1()) for name in terms.clients}
     verifiers = {name: signer.public_key() for name, signer in signers.items()}
     clients = {
@@ -347,9 +360,18 @@ def sum_in_process(
 
     keys = {name: clients[name].keys() for name in here("keys")}
     sealed = {name: clients[name].shares(keys) for name in here("shares")}
-    masked = {
-        name: clients[name].mask({by: told[name] for by, told in sealed.items()}, values[name]) for name in here("mask")
-    }
+    opened = {name: {by: told[name] for by, told in sealed.items()} for name in here("mask")}
+    masked = {name: clients[name].mask(shares, values[name]) for name, shares in opened.items()}
     signatures = {name: clients[name].confirm(masked) for name in here("confirm")}
     revealed = {name: clients[name].reveal(signatures) for name in here("reveal")}
-    return open_sum(terms, keys=keys, sharers=sealed, masked=masked, revealed=revealed), tuple(masked)
+    total = open_sum(terms, keys=keys, sharers=sealed, masked=masked, revealed=revealed)
+    up: Sequence[Mapping[str, Any]] = (keys, sealed, signatures, revealed)
+    down: Sequence[Mapping[str, Any]] = (dict.fromkeys(sealed, keys), opened, dict.fromkeys(revealed, signatures))
+    sizes = {name: (_size(up, name), _size(down, name)) for name in terms.clients}
+    return SumResult(total=total, survivors=tuple(masked), sent_bytes=sizes)
+
+
+def _size(messages: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Bytes of this client's messages."""
+    of_client = [message[name] for message in messages if name in message]
+    return sum(len(one) if isinstance(one, bytes) else sum(map(len, one.values())) for one in of_client)

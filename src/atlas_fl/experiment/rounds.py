@@ -18,12 +18,13 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
+from atlas_fl.aggregation.secure_mean import check_range, secure_means
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
-from atlas_fl.config import Config
+from atlas_fl.config import Config, config_hash
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
@@ -152,15 +153,17 @@ def select_models(
 
 
 def check_updates(
-    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str]
+    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str], *, bound: float | None = None
 ) -> tuple[dict[str, Update], dict[str, str]]:
-    """The updates that may be mixed, and why each other one was refused, by client."""
+    """The updates that may be mixed, and why each other one was refused, by client; `bound` is of secure sums."""
     accepted: dict[str, Update] = {}
     refused: dict[str, str] = {}
     for update in updates:
         try:
             check_update(expected_update(initial_models[update.client], update.params, share), update.params)
             check_finite(update.beside_model())
+            if bound is not None:
+                check_range(update.params, share, bound=bound)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
@@ -171,12 +174,14 @@ def check_updates(
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
     """Refuse malformed updates, and refuse or clip those whose norm is far above that of the others.
 
-    A rule that sends nothing needs no norm bound.
+    A rule that sends nothing needs no norm bound, and under secure sums nobody sees the norms.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    usable, refused = check_updates(state.client_models, updates, config.mixing.share)
+    is_secure = config.mixing.secure
+    bound = config.mixing.secure_range if is_secure else None
+    usable, refused = check_updates(state.client_models, updates, config.mixing.share, bound=bound)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
-    mode = robust.norm_bound if strategy_of(config).communicates else "off"
+    mode = robust.norm_bound if strategy_of(config).communicates and not is_secure else "off"
     bounded, reasons = bound_updates(
         state.client_models, models, tasks, strategy_of(config).options, mode=mode, ratio=robust.max_norm_ratio
     )
@@ -434,11 +439,16 @@ def _aggregate(
         shared = next(iter(trained.values()), {})
         adapters = {key: tensor for key, tensor in shared.items() if not key.startswith(HEAD)}
         server_models = {name: {**model, **adapters} for name, model in server_models.items()}
+    secure = None
+    if config.mixing.secure:
+        groups = method.sum_groups(federation, server_models, round=state.round + 1)
+        about = f"{config_hash(config)}, round {state.round + 1}"
+        secure = secure_means(groups, server_models, trained, about=about, bound=config.mixing.secure_range)
     result = method.aggregate(
         StepInputs(
             server_state=server_state,
             client_models=server_models,
-            updates=trained,
+            updates=trained if secure is None else secure.updates,
             federation=federation,
             round=state.round + 1,
             answers=answers,
@@ -457,6 +467,7 @@ def _aggregate(
         sharing=_measured(method, federation, state, server_state, trained) if reports else (),
         # the audit has a second formula for our methods; of a plug-in's it reads the matrices
         rows={} if type(method).__module__.startswith("atlas_fl.") else result.rows,
+        secure=secure,
     )
     return _restore_unusable(mixed, state, assembly)
 

@@ -83,7 +83,8 @@ def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tupl
         and len({task.name for task in tasks}) > 1,
         "clients train with AdamW (--optimizer sgd)": of_whole and config.optimizer(images=tasks[0].images) == "adamw",
         f"gradients are clipped at {clip:g} (--clip 0)": of_whole and clip > 0,
-        "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off",
+        "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off"
+        and not config.mixing.secure,
         f"no client weighs more than {robust.max_share:g} (--max-share 1)": robust.max_share < 1,
     }
     words = [difference for difference, holds in differences.items() if holds]
