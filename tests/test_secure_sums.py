@@ -5,9 +5,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1
 from scipy.stats import chisquare, kstest
 
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.secure_sums import (
     PRIME,
+    PUBLIC_BYTES,
     SHARE_BYTES,
     STEPS,
     PublicKeys,
@@ -222,10 +223,17 @@ def test_different_lists_of_survivors_are_found_out() -> None:
     everyone = list(made.masked)
     lists = {name: everyone if place < 3 else everyone[1:] for place, name in enumerate(everyone)}
     signatures = {name: made.clients[name].confirm(lists[name]) for name in everyone[1:]}
-    with refused("gives c3 another list of survivors than this client; nothing more was sent"):
+    with refused("has 2 signatures of the list of survivors that it gave this client, and 5 are needed"):
         made.clients["c1"].reveal(signatures)
-    with refused("has 2 signatures of its list, and needs 5"):
-        made.clients["c2"].reveal({name: signatures[name] for name in ("c1", "c2")})
+    with refused("has 3 signatures of the list of survivors"):
+        made.clients["c4"].reveal(signatures)
+
+
+def test_one_wrong_signature_does_not_end_a_round() -> None:
+    made = Round(terms_of(6), values_of(terms_of(6), 3)).mask()
+    signatures = {name: client.confirm(made.masked) for name, client in made.clients.items()}
+    revealed = made.clients["c1"].reveal({**signatures, "c3": b"wrong"})
+    assert revealed.keys() == set(made.terms.clients)
 
 
 def test_nobody_reveals_both_secrets_of_a_client() -> None:
@@ -266,7 +274,7 @@ def test_replayed_keys_are_refused() -> None:
 def test_shares_made_for_other_keys_or_another_client_are_refused() -> None:
     made = Round(terms_of(4), values_of(terms_of(4), 3)).share()
     moved = {**made.shares_for("c0"), "c2": made.sealed["c2"]["c1"]}
-    with refused("brings shares of c2 that it has not made for this client and these keys"):
+    with pytest.raises(DataError, match="shares of c2 in a secure sum are not for this client and these keys"):
         made.clients["c0"].mask(moved, made.values["c0"])
     without = {name: told for name, told in made.shares_for("c1").items() if name != "c1"}
     with refused("brings shares of 3 clients; allowed: 3 or more of the agreed, with this"):
@@ -277,7 +285,7 @@ def test_clients_that_were_given_different_keys_read_no_shares_of_each_other() -
     made = Round(terms_of(5), values_of(terms_of(5), 3))
     fewer = {name: made.keys[name] for name in made.keys if name != "c4"}
     sealed = {name: made.clients[name].shares(fewer if name == "c3" else made.keys) for name in fewer}
-    with refused("brings shares of c3 that it has not made for this client and these keys"):
+    with pytest.raises(DataError, match="shares of c3 in a secure sum are not for this client and these keys"):
         made.clients["c0"].mask({name: told["c0"] for name, told in sealed.items()}, made.values["c0"])
 
 
@@ -292,7 +300,7 @@ def test_a_key_that_is_no_point_is_refused() -> None:
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
     from cryptography.hazmat.primitives.hashes import SHA256
 
-    zero = bytes(64) + made.keys["c1"][64:96]  # X25519 with it gives zeros to everyone
+    zero = bytes(64) + made.keys["c1"][64:PUBLIC_BYTES]  # X25519 with it gives zeros to everyone
     signature = made.signers["c1"].sign(made.terms.digest("keys", "c1", zero), ECDSA(SHA256()))
     with refused("a public key of a secure sum is none"):
         made.clients["c0"].shares({**made.keys, "c1": zero + signature})

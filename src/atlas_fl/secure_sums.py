@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from jaxtyping import Float64, UInt32
 
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import DataError, ProtocolError
 
 PRIME = 2**256 + 297
 """Shamir's field: the first prime that holds every secret of 32 bytes."""
@@ -46,6 +46,8 @@ MOST = 1024
 """Most clients of a sum, so that R is at least 2^20."""
 SECRET_BYTES = 32
 SHARE_BYTES = 33
+PUBLIC_BYTES = 3 * 32 + 8
+"""Bytes of a client's keys before the signature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,21 +149,19 @@ def _refusal(fault: str) -> ProtocolError:
 
 @dataclass(frozen=True)
 class PublicKeys:
-    """A client's public keys for masks and for shares, and the digest of its b, with its signature."""
+    """A client's public keys for masks and for shares, the digest of its b and its examples, with its signature."""
 
     mask: bytes
     share: bytes
     own: bytes
+    examples: int
     signature: bytes
 
     @staticmethod
     def read(message: bytes) -> "PublicKeys":
-        """The keys that a message of 96 bytes and a signature holds."""
-        return PublicKeys(message[:32], message[32:64], message[64:96], message[96:])
-
-    def write(self) -> bytes:
-        """The message with them."""
-        return self.mask + self.share + self.own + self.signature
+        """The keys that a message holds."""
+        count = int.from_bytes(message[96:PUBLIC_BYTES], "big")
+        return PublicKeys(message[:32], message[32:64], message[64:96], count, message[PUBLIC_BYTES:])
 
 
 def _is_signed(by: Verifier, message: bytes, signature: bytes) -> bool:
@@ -172,11 +172,16 @@ def _is_signed(by: Verifier, message: bytes, signature: bytes) -> bool:
     return True
 
 
+def has_signed(terms: Terms, name: str, message: bytes, *, by: Verifier) -> bool:
+    """Return whether these are keys that this client has signed for this sum."""
+    return _is_signed(by, terms.digest("keys", name, message[:PUBLIC_BYTES]), PublicKeys.read(message).signature)
+
+
 @dataclass(kw_only=True, eq=False)
 class SumClient:
     """One client in one sum. It answers `shares`, `mask`, `confirm` and `reveal` in this order, each once.
 
-    Each raises ProtocolError for a server that does not keep to the protocol.
+    Each raises ProtocolError for a server that does not keep to the protocol, and DataError where it may be a client.
     """
 
     name: str
@@ -184,6 +189,8 @@ class SumClient:
     signer: EllipticCurvePrivateKey
     verifiers: Mapping[str, Verifier]
     """Everyone's, which the site knows from elsewhere than the server."""
+    examples: int = 0
+    """Training examples that the weight of its vector follows from."""
     _said: list[str] = field(default_factory=list)
     _mask_key: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
     _share_key: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
@@ -197,7 +204,7 @@ class SumClient:
     def keys(self) -> bytes:
         """The public keys for everyone, signed."""
         public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._share_key)]
-        message = b"".join([*public, sha256(self._own).digest()])
+        message = b"".join([*public, sha256(self._own).digest(), self.examples.to_bytes(8, "big")])
         return message + self.signer.sign(self.terms.digest("keys", self.name, message), ECDSA(SHA256()))
 
     def shares(self, keys: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -205,11 +212,10 @@ class SumClient:
         self._say("shares")
         self._check_names(keys, "keys")
         for name, message in keys.items():
-            said = PublicKeys.read(message)
-            if not _is_signed(self.verifiers[name], self.terms.digest("keys", name, message[:96]), said.signature):
+            if not has_signed(self.terms, name, message, by=self.verifiers[name]):
                 raise _refusal(f"brings keys of {name} that it has not signed for this sum")
-            self._keys[name] = said
-        if self._keys[self.name].write()[:96] != self.keys()[:96]:
+            self._keys[name] = PublicKeys.read(message)
+        if keys[self.name][:PUBLIC_BYTES] != self.keys()[:PUBLIC_BYTES]:
             raise _refusal("brings other keys of this client than its own")
         self._all_keys = self.terms.digest("all keys", sorted(keys.items()))
         points = [self.terms.clients.index(name) + 1 for name in keys]
@@ -243,11 +249,15 @@ class SumClient:
     def reveal(self, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
         """The share of b of every survivor, and of the private key of everyone else: one of the two of each client."""
         self._say("reveal")
-        for name, signature in signatures.items():
-            if name not in self._survivors or not _is_signed(self.verifiers[name], self._list, signature):
-                raise _refusal(f"gives {name} another list of survivors than this client")
-        if len(signatures) < self.terms.threshold:
-            raise _refusal(f"has {len(signatures)} signatures of its list, and needs {self.terms.threshold}")
+        listed = self._list
+        signed = [
+            name for name in self._survivors if _is_signed(self.verifiers[name], listed, signatures.get(name, b""))
+        ]
+        if len(signed) < self.terms.threshold:
+            raise _refusal(
+                f"has {len(signed)} signatures of the list of survivors that it gave this client, and"
+                f" {self.terms.threshold} are needed: it gave others another list, or too few answered"
+            )
         half = {True: slice(SHARE_BYTES), False: slice(SHARE_BYTES, None)}
         return {name: share[half[name in self._survivors]] for name, share in self._shares.items()}
 
@@ -281,7 +291,10 @@ class SumClient:
         try:
             return self._key_with(of).decrypt(message[:12], message[12:], self._all_keys + f"{of}>{self.name}".encode())
         except (InvalidTag, ValueError):
-            raise _refusal(f"brings shares of {of} that it has not made for this client and these keys") from None
+            raise DataError(
+                f"shares of {of} in a secure sum are not for this client and these keys: {of} or the server does not"
+                " keep to the protocol; nothing more of this sum was sent"
+            ) from None
 
 
 def mask_key(own: X25519PrivateKey, name: str, other_key: bytes, other: str, *, terms: Terms) -> bytes:

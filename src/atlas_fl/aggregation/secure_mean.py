@@ -7,13 +7,13 @@ its step is what it was.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.aggregation.mixing import groups_of
 from atlas_fl.aggregation.rules import Matrices
 from atlas_fl.errors import ConfigError, ProtocolError
@@ -81,6 +81,14 @@ def sum_groups(
             SumGroup(clients=names, weights=tuple((weights / weights.max()).tolist()), keys=tuple(keys), what=what)
         )
     return tuple(groups)
+
+
+def weights_by_examples(group: SumGroup, examples: Mapping[str, int], *, max_share: float) -> SumGroup:
+    """The group with q of the clients that have said how many examples they have, and 0 of the others."""
+    counts = np.array([examples.get(client, 0) for client in group.clients], np.float64)
+    here = counts > 0
+    counts[here] = bounded_weights(counts[here], max_share)
+    return replace(group, weights=tuple((counts / counts.max()).tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Task
 from atlas_fl.methods.prior_correction import log_frequencies
@@ -130,6 +131,8 @@ class Job:
     kept: Trees = field(default_factory=dict)
     """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer, and
     the `gate` that weighs the job's model against its companion by the input."""
+    sums: tuple[SumGroup, ...] = ()
+    """Groups that the round's models are summed in, where a server may see no single one."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:

@@ -34,6 +34,7 @@ from atlas_fl.deployment.settings_policy import (
     check_settings,
     most_rounds,
     settings_here,
+    sum_settings,
     what_leaves,
     with_classes_of,
 )
@@ -49,6 +50,7 @@ from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
@@ -56,6 +58,7 @@ from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, c
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.secure_sums import LEAST
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -357,6 +360,15 @@ def _work(
             starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
             most_rounds=most_rounds(joining, examples=examples),
         ),
+        sums=SumSite(
+            certs=open_certs(joining.certs),
+            settings=sum_settings(settings),
+            examples=examples,
+            share=settings.mixing.share,
+            least=max(LEAST, joining.secure),
+        )
+        if settings.mixing.secure
+        else None,
     )
     has_model = bool(worker.run())
     if not has_model or is_fully_shared(settings.mixing.share):

@@ -18,7 +18,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.secure_mean import check_range, secure_means
+from atlas_fl.aggregation.secure_mean import SumGroup, check_range, secure_means
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -325,6 +325,9 @@ def one_round(
         kept |= part.keep(start)
     options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
+    groups: tuple[SumGroup, ...] = ()
+    if config.mixing.secure and start.aggregates:
+        groups = method.sum_groups(planned.plan.federation(), state.server_models, round=start.round)
     jobs = [
         Job(
             client=name,
@@ -335,6 +338,7 @@ def one_round(
             mask=planned.mask,
             sent=_of_client(sent, name),
             kept=_of_client(kept, name),
+            sums=groups,
         )
         for name in start.clients
     ]
@@ -363,7 +367,7 @@ def one_round(
     ]
     received = screen_updates(assembly, state, updates)
     if start.aggregates:
-        step = _aggregate(assembly, state, received, planned)
+        step = _aggregate(assembly, state, received, planned, groups)
     else:  # clients go on with their own models
         step = ServerStep(
             server_state=state.server_state,
@@ -412,9 +416,14 @@ def one_round(
 
 
 def _aggregate(
-    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult
+    assembly: Assembly,
+    state: FederationState,
+    received: ReceivedUpdates,
+    planned: PlanResult,
+    groups: Sequence[SumGroup],
 ) -> ServerStep:
-    """Apply the strategy.
+    """Apply the strategy; in a simulation to the means of these groups by secure sums, where there are any.
+
 
     Weights that a mask freezes do not change. The old model of a client whose update was refused is nobody's neighbour;
     that of a client that sent none still is. Unusable models are replaced by those of before.
@@ -440,8 +449,7 @@ def _aggregate(
         adapters = {key: tensor for key, tensor in shared.items() if not key.startswith(HEAD)}
         server_models = {name: {**model, **adapters} for name, model in server_models.items()}
     secure = None
-    if config.mixing.secure:
-        groups = method.sum_groups(federation, server_models, round=state.round + 1)
+    if groups and not any(update.travelled for update in received.updates.values()):
         about = f"{config_hash(config)}, round {state.round + 1}"
         secure = secure_means(groups, server_models, trained, about=about, bound=config.mixing.secure_range)
     result = method.aggregate(

@@ -7,6 +7,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
+from atlas_fl.runtime.coordinator.secure_sums import SumServer, SumSettings
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
 from atlas_fl.runtime.transport.event_loop import LoopThread
@@ -29,6 +30,11 @@ class RemoteEngine:
     excluded: frozenset[str] = frozenset()
     """Clients that get no jobs: the run goes on without them."""
 
+    sum_settings: SumSettings | None = None
+    """Settings of secure sums; None where there are none."""
+    ca: bytes = b""
+    """Certificate of the authority of the sites."""
+
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of the clients that answered, in the order of the jobs.
 
@@ -37,6 +43,7 @@ class RemoteEngine:
         jobs = [job for job in jobs if job.client not in self.excluded]
         size = self.max_concurrent or max(1, len(jobs))
         updates = list[Update]()
+        sums = self._sums(jobs)
         for first in range(0, len(jobs), size):
             batch = jobs[first : first + size]
             answers = self.bridge.call(
@@ -45,6 +52,7 @@ class RemoteEngine:
                     batch,
                     seconds=self.deadline_seconds,
                     split_server=self.split_server,
+                    sums=sums,
                     on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
                 )
             )
@@ -62,4 +70,24 @@ class RemoteEngine:
                 f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it"
                 " goes on from its last checkpoint; or lower --min-clients"
             )
+        if sums is not None:
+            updates, lost = sums.apply(updates, jobs)
+            for line in lost:
+                self.bridge.on_event(Note(line))
         return [replace(update, travelled=True) for update in updates]
+
+    def _sums(self, jobs: Sequence[Job]) -> SumServer | None:
+        if self.sum_settings is None or not jobs or not jobs[0].sums:
+            return None
+        models = {job.client: job.params for job in jobs}
+        groups = [group for group in jobs[0].sums if models.keys() & {*group.clients}]
+        like = [next(models[name] for name in group.clients if name in models) for group in groups]
+        return SumServer(
+            groups=groups,
+            settings=self.sum_settings,
+            ca=self.ca,
+            round=jobs[0].round,
+            sizes=[sum(one[key].numel() for key in group.keys) for group, one in zip(groups, like, strict=True)],
+            seconds=self.deadline_seconds,
+            is_here=self.manager.has_job,
+        )

@@ -10,6 +10,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
+from atlas_fl.runtime.coordinator.secure_sums import SumServer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
 from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import Sender
@@ -57,6 +58,8 @@ class PendingJob:
     """The half that a cut client was sent; None before."""
     num_layers: int | None = None
     """Blocks of the backbone; None for whole models."""
+    sums: SumServer | None = None
+    """Secure sums that stand in the place of its update."""
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ from atlas_fl.runtime.coordinator.client_registry import (
     other_labels,
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
+from atlas_fl.runtime.coordinator.secure_sums import SumServer
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
@@ -36,7 +37,7 @@ from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLo
 
 CONFIRM_SECONDS = 5.0
 """Seconds that the confirmation of a saved model waits for a server that has just started and has no models yet."""
-REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
+REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "sum", "hosted", "kept")
 """Kinds of requests that a client may send."""
 KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
 """Requests that wait without a job: tensors sent with them would stay in memory for as long."""
@@ -132,6 +133,12 @@ class ClientManager:
         kind = head.get("kind")
         if kind == "cut":
             return await self._answer_cut_request(client, head, tensors)
+        if kind == "sum":
+            pending = client.pending_job
+            if pending is None or pending.sums is None or head.get("number") != pending.number:
+                return None
+            answer = await pending.sums.answer(client.name, head, tensors)
+            return answer if client.pending_job is pending else None
         if kind == "hosted" and self._peer_relay is not None:
             self._peer_relay.handle_answer(client.name, head, tensors)
         if kind in ("result", "failed"):
@@ -329,6 +336,11 @@ class ClientManager:
         if not pending.future.done():
             pending.future.set_result(outcome)
 
+    def has_job(self, name: str) -> bool:
+        """Return whether this client is here and has a job to answer."""
+        client = self.clients[name]
+        return client.connected and client.pending_job is not None
+
     async def wait_for_clients(self, names: Sequence[str], *, min_clients: int, seconds: float) -> tuple[str, ...]:
         """The clients that have registered, in the order of `names`: all, or after `seconds` at least `min_clients`.
 
@@ -370,10 +382,11 @@ class ClientManager:
         seconds: float,
         on_done: Callable[[int], None],
         split_server: SplitServer | None = None,
+        sums: SumServer | None = None,
     ) -> list[Update | str]:
         """The update of every job, or the reason why there is none, in their order, after at most `seconds`.
 
-        `split_server` computes the server halves of jobs with a cut.
+        `split_server` computes the server halves of jobs with a cut, `sums` are what trained models go into.
         """
         self._presence_log.look()
         loop = asyncio.get_running_loop()
@@ -389,7 +402,9 @@ class ClientManager:
                 future.set_result(reason)
                 continue
             self._job_count += 1
-            client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)
+            client.pending_job = PendingJob(
+                self._job_count, action, job, future, split_backend, num_layers=num_layers, sums=sums
+            )
             client.wakeup.set()
         deadline = loop.time() + seconds
         waiting = {future for future in futures if not future.done()}

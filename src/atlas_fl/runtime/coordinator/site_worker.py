@@ -15,10 +15,11 @@ from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import client_side_of
 from atlas_fl.client.split_server import Payloads, ServerHalf, answers_to
-from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import AtlasError, DataError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
+from atlas_fl.runtime.coordinator.secure_sums import SumSite, asker
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
@@ -166,6 +167,8 @@ class SiteClient:
     """Saves the final model, given its digest at the server."""
     policy: Policy
     """The consent of the site."""
+    sums: SumSite | None = None
+    """Sends trained models into secure sums alone; None where the settings have none."""
     _registrations: int = 0
     """Times in a row that the server asked it to register."""
     _hosted_clients: HostedClients = field(default_factory=HostedClients)
@@ -250,4 +253,9 @@ class SiteClient:
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
         self.policy.check_answer(action, job, sent)
-        return head, sent
+        if self.sums is None or action != "train":
+            return head, sent
+        try:
+            return self.sums.replace_update(asker(self.link, number, JobCancelledError), job, head, sent)
+        except DataError as error:
+            return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
