@@ -534,7 +534,7 @@ class MixingConfig:
     ] = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""
-    secure: Annotated[bool, Mark.COMMON] = False
+    secure: bool = False
     """Secure sums: the server sees the sums of models over all clients, or clusters, of at least three, and nothing of
     a single one. Needs a rule that is an average, `--space factors` and one rank."""
     secure_range: Annotated[float, Range(above=0, most=1e6)] = 4.0
