@@ -3,9 +3,22 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from atlas_fl.config import Config, DataConfig, RunConfig, config_hash, differences, run_folder, settings, with_values
+from atlas_fl.config import (
+    Config,
+    DataConfig,
+    RunConfig,
+    config_hash,
+    differences,
+    pinned_hash,
+    run_folder,
+    settings,
+    validate,
+    with_values,
+)
+from atlas_fl.config.methods import published_methods
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.values import Mark
+from atlas_fl.errors import ConfigError
 
 SESSION = {one.name for one in settings().values() if Mark.SESSION in one.marks}
 CHANGED = {"runs_dir": "elsewhere", "name": "mine", "audit": "true", "engine": "ray", "secrets": "of-sites"}
@@ -86,3 +99,17 @@ def test_a_setting_at_its_default_is_no_part_of_the_hash() -> None:
     assert {name: value for name, value in HASHES.items() if find_preset(name) == Config()} == {
         "quick": config_hash(Config())
     }
+
+
+def test_a_site_works_out_the_hash_that_the_server_has_for_every_method() -> None:
+    """The server's config has the settings of its method written into it; a site's file names the method alone."""
+    compared = 0
+    for name in published_methods():
+        file = with_values(find_preset("smoke"), {"strategy": name, "ranks": "8"})
+        try:
+            served = validate(file, at_sites=True)
+        except ConfigError:
+            continue  # a method that this preset does not suit
+        assert pinned_hash(file) == config_hash(served), name
+        compared += 1
+    assert compared > 20

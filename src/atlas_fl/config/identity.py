@@ -10,6 +10,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, get_origin
 
+from atlas_fl.config.methods import with_method_settings
 from atlas_fl.config.presets import federation_name
 from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
@@ -96,14 +97,14 @@ def pin_mask_file(config: Config) -> Config:
 
 
 def pinned_hash(config: Config) -> str:
-    """The hash that a server has of the same settings: with the digests of their mask file and their plug-ins.
+    """The hash that a server has of the same settings: with those of their method, and digests of mask and plug-ins.
 
     Raises:
-        ConfigError: a plug-in is not here.
+        ConfigError: a plug-in is not here, or a setting contradicts the method.
         CheckpointError: the mask is not, and the settings do not say its digest.
     """
     pinned = replace(config.run, plugin=pin_plugins(config.run.plugin))
-    return config_hash(pin_mask_file(replace(config, run=pinned)))
+    return config_hash(pin_mask_file(with_method_settings(replace(config, run=pinned))))
 
 
 def check_mask_file(config: Config) -> None:
