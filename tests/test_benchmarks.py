@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.cli.arguments import base_config, split
+from atlas_fl.cli.main import main
 from atlas_fl.config import validate
 from atlas_fl.methods.registry import METHODS, RULES
 
@@ -79,3 +80,11 @@ def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
     assert "clothes fedavg" not in missing and "clothes ditto" in missing and len(missing) == 7
     rows.write_text(rows.read_text().replace("clothes,,fedavg,4,yes\n", ""))
     assert declared("clothes", rows=rows)[1] == "clothes fedavg"
+
+
+@pytest.mark.slow
+def test_the_page_of_results_is_what_its_command_writes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    words = ["results", str(ROOT / "benchmarks" / "equal_terms.csv"), "--control", "fedavg", "--all", "--to", str(page)]
+    assert main(words) == 0
+    assert page.read_text() == (ROOT / "docs" / "results.md").read_text()

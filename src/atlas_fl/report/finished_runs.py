@@ -31,8 +31,8 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import read_tensors
 
 NUMBERS = {
-    **{name: name for name in ("gain_over_majority", "bytes_below_whole", "client_steps", "memory_bytes")},
-    **{"bytes": "num_bytes", "loss": "loss", "calibration_error": "calibration_error"},
+    **{"gain_over_majority": "gain_over_majority", "bytes": "num_bytes", "bytes_below_whole": "bytes_below_whole"},
+    **{name: name for name in ("client_steps", "memory_bytes", "loss", "calibration_error")},
 }
 """Fields of `Measures` by their columns of the file; no times, since its rows may be of several machines."""
 SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
