@@ -162,7 +162,7 @@ class GenerateOptions(RunsDirOptions):
     run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
     text: Annotated[str, Positional("TEXT")]
-    """What is asked."""
+    """The prompt."""
     client: str
     """The client whose model answers."""
     kind: Literal["base", "alone", "federated"] = "federated"

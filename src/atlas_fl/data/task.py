@@ -55,7 +55,7 @@ worst client, rounds to 90%, means over a mixed federation and the adaptive grap
 
 METRICS: tuple[Metric, ...] = get_args(Metric)
 MULTILABEL_METRICS: tuple[Metric, ...] = ("micro_f1", "macro_f1", "accuracy", "auroc")
-"""Those of a multi-label task, its default first."""
+"""Metrics of a multi-label task, its default first."""
 
 Labels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """One label per row: int64 classes from 0 on, float32 values of a regression, or float32 words of a text to write; of

@@ -1,4 +1,4 @@
-"""What the examples of a site have spent of their differential privacy, in a file beside its secret, over all runs.
+"""Differential privacy that the examples of a site have spent, in a file beside its secret, over all runs.
 
 A job is paid for before it is trained, so that a site that is killed has paid. The same question asked again costs
 nothing: its answer is the same, bit for bit (`client.private_training`).

@@ -91,9 +91,9 @@ class Values:
     """Weighted sums of one value over clients, by their indices: a tensor, or a module's dense update; float64."""
 
     sent: Callable[[Mapping[int, float]], Tensor]
-    """Of the models that the clients were sent."""
+    """Sum over the models that the clients were sent."""
     trained: Callable[[Mapping[int, float]], Tensor]
-    """Of those that they have trained."""
+    """Sum over the models that they have trained."""
 
 
 NextValue: TypeAlias = Callable[[Cohort, str, Values], Tensor]

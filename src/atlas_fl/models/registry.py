@@ -175,7 +175,7 @@ def with_trained_pooler(family: Family) -> Family:
 
 
 KNOWN: Mapping[str, Any] = tomllib.loads(resources.files(models).joinpath("known.toml").read_text("utf-8"))
-"""What is known of models by their aliases, and of architectures by transformers' names."""
+"""Known models by their aliases, and architectures by transformers' names."""
 
 
 def _family(model_type: str, row: Mapping[str, Any]) -> Family:
