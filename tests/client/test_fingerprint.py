@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
-from atlas_fl.client.fingerprint import FIRST, SECOND, fingerprint, half_job
-from atlas_fl.client.importance import batch_gradients, half_rows
+from atlas_fl.client.batching import make_row
+from atlas_fl.client.fingerprint import FIRST, SECOND, fingerprint, half_job, measure_parts
+from atlas_fl.client.importance import batch_gradients, half_rows, head_leaves, last_weights, loss_gradient
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import positions, train
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
-from atlas_fl.clustering.sketch import sketch
+from atlas_fl.clustering.sketch import combine_parts, sketch
 from atlas_fl.models.loading import load_backbone
 
 KINDS = ("delta", "fisher", "gradient")
@@ -157,10 +158,24 @@ def test_the_halves_share_no_example_and_leave_none_out(tiny_of, site_of, spec_o
     seen = []
     for half in (0, 1):
         rows = list(half_rows(jobs[0], site, half=half, count=4))
-        assert [len(row.labels[0]) for row in rows] == [3, 3, 3, 3]
+        assert [len(row.labels[0]) for row in rows] == [3, 3], "two batches of three hold the half"
         bounds = [(row.ids.numpy(), *ends) for row in rows for ends in zip(row.layout.starts, row.layout.ends)]
         seen.append({known.index(ids[start : stop + 1].tobytes()) for ids, start, stop in bounds})
     assert seen == [{0, 2, 4, 6, 8, 10}, {1, 3, 5, 7, 9}]
+
+
+@pytest.mark.parametrize("kind", ["gradient", "fisher"])
+def test_a_small_client_takes_no_batch_twice_and_has_the_sketch_of_many(tiny_of, site_of, spec_of, kind: str) -> None:
+    site, jobs = federation(tiny_of("bert"), site_of, spec_of, kind, samples=6, batches=9)
+    taken = fingerprint(jobs[:1], site)[0]
+    data, asked = site.data["a-0"].splits["train"], jobs[0].options
+    for half, name in enumerate((FIRST, SECOND)):
+        assert sum(1 for _ in half_rows(jobs[0], site, half=half, count=9, most=3)) == 1
+        index = positions(11, "a-0", dataclasses.replace(TRAIN, half=half, most=3), secret=None)
+        rows = [make_row([data.take(np.roll(index, turn))], site) for turn in range(3)] * 3
+        leaves, head = last_weights(site.backbone, asked.blocks), head_leaves(jobs[0], site)
+        parts, _ = measure_parts([loss_gradient(row, site, leaves, head) for row in rows], asked)
+        np.testing.assert_allclose(taken.params[name].numpy(), combine_parts(parts.values()), atol=1e-5)
 
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)

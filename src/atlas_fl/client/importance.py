@@ -1,5 +1,6 @@
 """Importance of layers for a client, from gradients of the frozen weights of all blocks."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ from atlas_fl.split.channel import CutChannel, CutTraffic
 def batch_gradients(
     job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None, line: CutChannel | None = None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and its head.
+    """(loss, gradients) of the batches of one half (`gradient_batches`): of the last `blocks` blocks' matrices, and of
+    its head.
 
     The blocks below need no gradient and record nothing, so that only what is needed is computed.
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
@@ -87,7 +89,7 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
 
 
 def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[PackedBatch]:
-    """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed.
+    """The batches of one half, or of at most `most` of its examples; the last one is filled from the beginning.
 
     Measured again in a later round, they come in another order.
     """
@@ -98,9 +100,19 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
     again = (job.round,) if job.round else ()
     draws = Draws(client=job.client, seed=options.seed, secret=secret)
     order = draws.generator("gradients", half, *again, asked=(options.batch_size, count, most)).permutation(index)
-    examples = np.resize(order, count * options.batch_size)
-    for start in range(0, len(examples), options.batch_size):
-        yield make_row([data.take(examples[start : start + options.batch_size])], site)
+    size = min(options.batch_size, max(1, len(order)))
+    examples = np.resize(order, (gradient_batches(job, site, half=half, count=count, most=most), size))
+    yield from (make_row([data.take(batch)], site) for batch in examples)
+
+
+def gradient_batches(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> int:
+    """How many batches one half has: `count`, or as many as its examples fill, which both sides of a cut know.
+
+    Further ones would hold the same examples again, and a mean or root mean square of them the same numbers.
+    """
+    options = replace(job.options.train, half=half, most=most)
+    examples = len(positions(len(site.data[job.client].splits["train"]), job.client, options, secret=None))
+    return min(count, max(1, math.ceil(examples / options.batch_size)))
 
 
 IMPORTANCE = "importance"

@@ -156,7 +156,7 @@ class FingerprintOptions:
     train: TrainOptions
     """The warm-up's training, or the batches of the gradients."""
     batches: int
-    """Gradient batches of each half."""
+    """Most gradient batches of each half."""
     steps: int
     """Most warm-up steps of each half."""
     blocks: int = 2

@@ -11,6 +11,7 @@ For a plan, rows cross as in training. A gradient comes down only where somethin
 last blocks asks nothing of those below.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -196,11 +197,10 @@ def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
     leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
-    losses, closing = list[float](), dict[str, bytes]()
+    losses, closing, done = list[float](), dict[str, bytes](), itertools.count()
     for half in (0, 1):
-        rows = enumerate(half_rows(job, site, half=half, count=options.batches, most=options.most(half)))
-        first = half * options.batches
-        gradients = (_loss_gradient(row, site, leaves, head, crossing, first + index) for index, row in rows)
+        rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
+        gradients = (_loss_gradient(row, site, leaves, head, crossing, next(done)) for row in rows)
         parts, half_losses = measure_parts(gradients, options)
         losses += half_losses
         if parts:

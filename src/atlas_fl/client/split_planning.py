@@ -17,6 +17,7 @@ from atlas_fl.client.fingerprint import (
 )
 from atlas_fl.client.importance import (
     IMPORTANCE,
+    gradient_batches,
     head_leaves,
     importance_update,
     last_weights,
@@ -50,12 +51,16 @@ class FingerprintHalf(GradientHalf):
         side.below = replace(side.below, options=replace(options, blocks=client_blocks))
         leaves = last_weights(site.backbone, min(options.blocks, total - side.cut.blocks))
         head = head_leaves(replace(job, params=side.above), site)
-        super().__init__(side, head, steps=2 * options.batches, wants=client_blocks > 0, weights=leaves)
+        first, second = (
+            gradient_batches(job, site, half=half, count=options.batches, most=options.most(half)) for half in (0, 1)
+        )
+        self._first = first
+        super().__init__(side, head, steps=first + second, wants=client_blocks > 0, weights=leaves)
 
     def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
         """Add to the sums of the half of the data that this batch is of."""
         options: FingerprintOptions = self.side.job.options
-        half = self.side.done // options.batches
+        half = int(self.side.done >= self._first)
         self._losses += [] if loss is None else [float(loss)]
         self._totals[half] = add_gradient(self._totals[half], self.measured_gradients(), kind=options.kind)
         return {}
@@ -93,7 +98,8 @@ class ImportanceHalf(GradientHalf):
         self._sums: list[np.ndarray] = []
         self._leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
         head, wants = head_leaves(replace(job, params=side.above), site), bool(modules_of(site, range(side.cut.blocks)))
-        super().__init__(side, head, steps=job.options.batches, wants=wants, weights=self._leaves)
+        self._batches = gradient_batches(job, site, half=0, count=job.options.batches)
+        super().__init__(side, head, steps=self._batches, wants=wants, weights=self._leaves)
 
     def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:  # noqa: ARG002 - importance has no loss
         """Take one more batch's sums by block."""
@@ -105,7 +111,7 @@ class ImportanceHalf(GradientHalf):
         """The importance of all blocks."""
         side, blocks = self.side, self.side.cut.blocks
         below = side.decode(payloads, "fingerprint").get(IMPORTANCE)
-        if not _are_numbers(below, (side.job.options.batches, blocks)):
+        if not _are_numbers(below, (self._batches, blocks)):
             raise side.refusal("importance")
         assert below is not None
         sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]

@@ -15,6 +15,7 @@ more than each differs from itself.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -71,13 +72,19 @@ def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.n
     for start in range(0, flat.numel(), CHUNK):
         values = flat[start : start + CHUNK].to(device="cpu", dtype=torch.float64).numpy()
         square_sum += float(values @ values)
-        hashes = _hashes(seed, start, len(values))
-        signs = 1.0 - 2.0 * (hashes & np.uint64(1))
-        buckets = ((hashes >> np.uint64(1)) % np.uint64(dim)).astype(np.int64)
+        buckets, signs = _places(seed, start, len(values), dim)
         total += np.bincount(buckets, weights=signs * values, minlength=dim)
     if not math.isfinite(square_sum):
         raise DataError(f"fingerprint tensor {key!r} holds NaN or infinity; lower the learning rate or check the data")
     return total / math.sqrt(square_sum) if square_sum > 0 else total
+
+
+@lru_cache(maxsize=64)  # 80 MB at most; one client after another hashes the same coordinates
+def _places(seed: int, start: int, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """(bucket, sign) of each coordinate: int32 (count,) below `dim`, and int8 (count,) of 1 and -1."""
+    hashes = _hashes(seed, start, count)
+    buckets = ((hashes >> np.uint64(1)) % np.uint64(dim)).astype(np.int32)
+    return buckets, 1 - 2 * (hashes & np.uint64(1)).astype(np.int8)
 
 
 def _hashes(seed: int, start: int, count: int) -> np.ndarray:
