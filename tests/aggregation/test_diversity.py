@@ -42,20 +42,29 @@ def test_the_gram_matrix_is_that_of_the_dense_updates(held):
 
 
 def test_spread_is_zero_for_equal_models_and_one_for_opposite_ones():
-    assert spread(np.ones((3, 3))) == 0
-    assert spread(np.array([[1.0, -1.0], [-1.0, 1.0]])) == pytest.approx(1.0)
-    assert spread(np.zeros((2, 2))) == 0
+    assert spread(np.ones(3), 1.0) == 0
+    assert spread(np.ones(3), 1 - 1e-15) == 0, "rounding is no distance"
+    assert spread(np.ones(2), 0.0) == pytest.approx(1.0)
+    assert spread(np.zeros(2), 0.0) == 0
     # 1 and 3: mean 2, deviations 1, root mean square norm sqrt(5)
-    assert spread(np.array([[1.0, 3.0], [3.0, 9.0]])) == pytest.approx(1 / np.sqrt(5))
+    assert spread(np.array([1.0, 9.0]), 4.0) == pytest.approx(1 / np.sqrt(5))
 
 
-def test_norms_and_spreads_are_those_of_the_dense_updates(held):
-    after = {client: model(seed + 10, 4) for seed, client in enumerate(CLIENTS)}
-    report = diversity(held, after, clients=CLIENTS, scale=scale)
-    for client in CLIENTS:
+@pytest.mark.parametrize("clients", [CLIENTS, CLIENTS[:2]], ids=["more ranks than a module has", "fewer"])
+def test_norms_and_spreads_are_those_of_the_dense_updates(held, clients):
+    after = {client: model(seed + 10, 3) for seed, client in enumerate(CLIENTS)}
+    report = diversity(held, after, clients=clients, scale=scale)
+    for models, found in ((held, report.spread_before), (after, report.spread_after)):
+        flat = np.stack([dense(models[client]) for client in clients])
+        around = np.sqrt(np.square(flat - flat.mean(axis=0)).sum(axis=1).mean())
+        assert found == pytest.approx(around / np.sqrt(np.square(flat).sum(axis=1).mean()))
+    for client in clients:
         assert report.norms[client] == pytest.approx(np.linalg.norm(dense(held[client])))
-    assert report.spread_before == pytest.approx(spread(update_gram(held, CLIENTS, scale)))
-    assert report.spread_after == pytest.approx(spread(update_gram(after, CLIENTS, scale)))
+
+
+def test_models_that_are_equal_have_no_spread(held):
+    report = diversity(held, dict.fromkeys(CLIENTS, held["b"]), clients=CLIENTS, scale=scale)
+    assert report.spread_after == 0
 
 
 def test_rotating_the_factors_changes_nothing(held):

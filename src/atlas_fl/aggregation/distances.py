@@ -174,14 +174,39 @@ class Diversity:
         return bool(np.isfinite([self.spread_before, self.spread_after, *self.norms.values()]).all())
 
 
-def spread(gram: Square) -> float:
-    """Root mean square distance from the plain mean, over the root mean square norm: 0 (all equal) to 1 (mean zero)."""
-    size = float(np.trace(gram)) / len(gram)
-    return float(np.sqrt(gram_distances(gram).mean() / 2 / size)) if size > 0 else 0.0
+def spread(squares: np.ndarray, mean_square: float) -> float:
+    """Root mean square distance from the plain mean, over the root mean square norm: 0 (all equal) to 1 (mean zero).
+
+    From ||Delta_k||^2, (n,), and ||mean Delta||^2; rounding below 1e-13 of the norms counts as zero.
+    """
+    size = float(np.mean(squares))
+    distance = size - mean_square
+    return float(np.sqrt(distance / size)) if distance > 1e-13 * size else 0.0
+
+
+def squared_norms(
+    by_client: ByClient, clients: Sequence[str], scale: Callable[[int], float]
+) -> tuple[np.ndarray, float]:
+    """(||Delta_k||^2 of each client (n,), ||mean Delta||^2), summed over the adapted modules; linear in the clients.
+
+    The mean of a module is formed where its factors have more ranks than it, and else left as a product of factors.
+    """
+    squares, of_sum = np.zeros(len(clients)), 0.0
+    for module in sorted({module for client in clients for module in lora_modules(by_client[client])}):
+        holders = [k for k, client in enumerate(clients) if module + LORA_A in by_client[client]]
+        pairs = [(by_client[clients[k]][module + LORA_A], by_client[clients[k]][module + LORA_B]) for k in holders]
+        a, b = zip(*((a.double(), b.double() * scale(len(a))) for a, b in pairs), strict=True)
+        squares[holders] += [float(((x @ x.T) * (y.T @ y)).sum()) for x, y in zip(a, b, strict=True)]
+        stack_a, stack_b = torch.cat(a), torch.cat(b, 1)
+        if len(stack_a) > min(stack_a.shape[1], len(stack_b)):
+            of_sum += float((stack_b @ stack_a).square().sum())
+        else:
+            of_sum += float(((stack_a @ stack_a.T) * (stack_b.T @ stack_b)).sum())
+    return squares, of_sum / len(clients) ** 2
 
 
 def diversity(before: ByClient, after: ByClient, *, clients: Sequence[str], scale: Callable[[int], float]) -> Diversity:
     """Spread and norms of one server step; `before` are the models as trained, `after` as delivered."""
-    first, second = (update_gram(models, clients, scale) for models in (before, after))
-    norms = dict(zip(clients, np.sqrt(np.diag(first)).tolist(), strict=True))
-    return Diversity(spread_before=spread(first), spread_after=spread(second), norms=norms)
+    first, second = (squared_norms(models, clients, scale) for models in (before, after))
+    norms = dict(zip(clients, np.sqrt(first[0]).tolist(), strict=True))
+    return Diversity(spread_before=spread(*first), spread_after=spread(*second), norms=norms)

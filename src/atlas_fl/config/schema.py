@@ -415,7 +415,7 @@ class ClusteringConfig:
     fingerprint: str = "fisher"
     """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2, at_site=10**4)] = 12
-    """Batches of the gradient and fisher fingerprints."""
+    """Most batches of the gradient and fisher fingerprints; a half takes no more than its examples fill."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2
     """Blocks, from the last one down, whose gradients the gradient and fisher fingerprints read."""
     fingerprint_samples: Annotated[int | None, Range(least=2)] = None
