@@ -1,12 +1,10 @@
-"""How long does a training step over a cut take, against the same unsplit; and what does one pack of suffixes save?
+"""How long does a training step over a cut take, against the same unsplit?
 
 MiniLM, LoRA of rank 8 on query and value, batches of 16 sequences of 8 to 40 random tokens, the cut at block 3.
-First a site in this process and a server in another, over loopback mutual TLS, turn about with training on the whole
-model in this process: `ratio tls/unsplit`, of the median seconds of a step. Then the server's side alone: the
-steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`, and the
-ratio that would be left if packed passes ran at the rate of large products throughout.
+A site in this process and a server in another, over loopback mutual TLS, turn about with training on the whole model in
+this process: `ratio tls/unsplit`, of the median seconds of a step.
 
-    python benchmarks/split_exchange.py [--part tls|packed] [--batch N] [--turns N] [--steps N] [--threads N]
+    python benchmarks/split_exchange.py [--turns N] [--steps N] [--threads N]
 """
 
 import argparse
@@ -21,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_fl.client.job import ClientTokens, Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.split_client import client_side_of, train_below
-from atlas_fl.client.split_server import TrainingHalf, answer_all
+from atlas_fl.client.split_server import TrainingHalf
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, module_dims
 from atlas_fl.models.loading import load_backbone
@@ -44,38 +41,36 @@ from atlas_fl.runtime.transport.sessions import Sessions
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part
 
-CUT, BATCH, RANK, CLIENTS = 3, 16, 8, 9
-AIMS = {"tls/unsplit": 1.25, "one by one/packed": 2.0}
+CUT, BATCH, RANK = 3, 16, 8
+AIM = 1.25
 
 
-def site_of(backbone: Backbone, *, steps: int, clients: int, batch: int = BATCH) -> Site:
-    """Clients with as many random sequences as their steps need."""
+def site_of(backbone: Backbone, *, steps: int) -> Site:
+    """A client with as many random sequences as its steps need."""
     task = Task(name="random", num_labels=2, metric="accuracy", load=lambda _: sys.exit("nothing is read"))
-    data = {}
-    for client in range(clients):
-        draw = np.random.default_rng(client)
-        offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * batch))])
-        encoded = EncodedExamples(
-            ids=draw.integers(1000, 20000, offsets[-1]),
-            types=np.zeros(offsets[-1], dtype=np.int64),
-            offsets=offsets,
-            labels=draw.integers(2, size=steps * batch),
-        )
-        data[f"site-{client}"] = ClientTokens(task=task, splits={"train": encoded})
+    draw = np.random.default_rng(0)
+    offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * BATCH))])
+    encoded = EncodedExamples(
+        ids=draw.integers(1000, 20000, offsets[-1]),
+        types=np.zeros(offsets[-1], dtype=np.int64),
+        offsets=offsets,
+        labels=draw.integers(2, size=steps * BATCH),
+    )
+    data = {"site-0": ClientTokens(task=task, splits={"train": encoded})}
     return Site(backbone=backbone, data=data, targets=("query", "value"), scale=lambda _: 2.0, max_tokens=1 << 20)
 
 
-def job_of(site: Site, client: int, *, clip: float = 1.0, batch: int = BATCH) -> Job:
+def job_of(site: Site) -> Job:
     dims = {name: module_dims(module) for name, module in site.modules.items()}
     shapes = head_shapes(site.backbone.family, hidden=site.backbone.hidden, num_labels=2)
     params = {**init_adapters(dims, dict.fromkeys(dims, RANK), seed=1), **init_head(shapes, seed=1, group="random")}
-    options = TrainOptions(seed=0, batch_size=batch, clip=clip)
-    return Job(client=f"site-{client}", params=params, round=1, options=options, cut=Cut(blocks=CUT))
+    options = TrainOptions(seed=0, batch_size=BATCH, clip=1.0)
+    return Job(client="site-0", params=params, round=1, options=options, cut=Cut(blocks=CUT))
 
 
 def serve(folder: Path, steps: int) -> None:
     """Answer a site's questions until the other end closes standard input."""
-    site = site_of(load_backbone("minilm"), steps=steps, clients=1)
+    site = site_of(load_backbone("minilm"), steps=steps)
     with LoopThread() as threads, SplitServer(site) as suffixes:
 
         async def answer(_name: str, head: Mapping[str, Any], tensors: Any) -> tuple[Any, Any]:
@@ -83,7 +78,7 @@ def serve(folder: Path, steps: int) -> None:
                 answered = await suffixes.answer_request(1, head, tensors)
                 assert answered is not None, "the job begins again only where clients share adapters"
                 return answered
-            suffixes.begin_job(1, "train", job_of(site, 0))
+            suffixes.begin_job(1, "train", job_of(site))
             return {}, {}
 
         sessions = Sessions(
@@ -112,7 +107,7 @@ class Timing:
             low, high = np.percentile(samples, [5, 95])
             print(f"{name:12} {1000 * np.median(samples):8.1f} ms a step (p5 {1000 * low:.1f}, p95 {1000 * high:.1f})")
         name = "/".join(self.ways)
-        print(f"ratio {name}: {middle[0] / middle[1]:.2f} (aim {AIMS[name]})\n")
+        print(f"ratio {name}: {middle[0] / middle[1]:.2f} (aim {AIM})\n")
 
 
 def time_in_turns(ways: Mapping[str, Callable[[], float]], *, turns: int) -> Timing:
@@ -137,9 +132,9 @@ def over_tls(args: argparse.Namespace) -> None:
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            whole = site_of(load_backbone("minilm"), steps=args.steps, clients=1)
+            whole = site_of(load_backbone("minilm"), steps=args.steps)
             part = replace(whole, backbone=load_client_part("minilm", blocks=CUT))
-            job = job_of(whole, 0)
+            job = job_of(whole)
             half = TrainingHalf(job, whole)
             alone = replace(job, cut=None)
             certs = open_certs(folder / "site-0")
@@ -165,74 +160,19 @@ def over_tls(args: argparse.Namespace) -> None:
             server.stdin.close()
 
 
-class RequestRecorder:
-    """Records the requests of a client and answers them, so that it continues."""
-
-    def __init__(self, half: TrainingHalf, site: Site) -> None:
-        self.half, self.site, self.requests = half, site, list[Mapping[str, bytes]]()
-
-    def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        self.requests.append(payloads)
-        return answer_all([self.half.read(what, done, payloads)], self.site)[0]
-
-
-def compare_packed(args: argparse.Namespace) -> None:
-    site = site_of(load_backbone("minilm"), steps=args.steps, clients=CLIENTS, batch=args.batch)
-    requests, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
-    for job in jobs:
-        far = RequestRecorder(TrainingHalf(job, site), site)
-        train_below(far.half.side.below, site, client_side_of(job, site, indices=far.half.places, server=far))
-        requests.append(far.requests)
-
-    def steps(max_tokens: int) -> None:
-        variant = replace(site, max_tokens=max_tokens)
-        halves = [TrainingHalf(job, variant) for job in jobs]
-        for done in range(args.steps):
-            answer_all(
-                [half.read("loss", done, payloads[done]) for half, payloads in zip(halves, requests, strict=True)],
-                variant,
-            )
-
-    ways = {
-        "one by one": lambda: seconds_per_step(lambda: steps(1), steps=args.steps),
-        "packed": lambda: seconds_per_step(lambda: steps(1 << 20), steps=args.steps),
-    }
-    timing = time_in_turns(ways, turns=args.turns)
-    timing.print_ratio()
-    with FlopCounterMode(display=False) as counter:
-        steps(1 << 20)
-    # of the best turns, as the rate of large products is the best one too
-    shares = counter.get_total_flops() / args.steps / timing.seconds.min(axis=0) / peak_rate()
-    print(
-        f"one by one runs at {shares[0]:.0%} of the rate of large products and packed at {shares[1]:.0%}, so no packing"
-        f" could reach a ratio above {1 / shares[0]:.2f}"
-    )
-
-
-def peak_rate() -> float:
-    """The best of this machine on the largest product of the model, in floating-point operations per second."""
-    left, right = torch.randn(4096, 384), torch.randn(384, 1536)
-    return 2 * 4096 * 384 * 1536 / min(seconds_per_step(lambda: left @ right, steps=1) for _ in range(30))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a client's step in the packed part")
-    parser.add_argument("--part", choices=["tls", "packed"], help="one of the two; both by default")
     parser.add_argument("--serve", help="the server's process: its folder of certificates")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.serve is not None:
         serve(Path(args.serve), args.steps)
         return
-    batch = args.batch if args.part == "packed" else BATCH
-    print(f"MiniLM, batch {batch}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
-    for part, measure in (("tls", over_tls), ("packed", compare_packed)):
-        if args.part in (None, part):
-            measure(args)
+    print(f"MiniLM, batch {BATCH}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
+    over_tls(args)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,27 @@
-"""The server half of cut models: requests of many clients answered in one pass, with their optimizers.
+"""The server half of cut models: each request is answered by a pass over the blocks above its client's cut.
 
-A client's request carries its rows at the cut. All requests that arrive at one moment are answered by one pass over the
-blocks above the cuts, each client with its own adapters, from its own cut on. The server keeps every client's upper
-adapters and their optimizer for one job, and the frozen weights once for all. It keeps no graph between two messages:
-where the head is at the client, the gradient of the features comes with a second request, and the pass is repeated.
+A request carries the client's rows at the cut. The server keeps every client's upper adapters and their optimizer for
+one job, and the frozen weights once for all. It keeps no graph between two messages: where the head is at the client,
+the gradient of the features comes with a second request, and the pass is repeated.
 
-Messages are checked and counted before anything is computed of them (`CutMessages`): a wrong shape or label is refused
-here, not in the middle of a pack that its client shares with others.
+Messages are checked and counted before anything is computed of them (`CutMessages`).
 """
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atlas_fl.client.batching import (
     NO_DROPOUT,
     Dropout,
     call_with_params,
     dropout_masks,
-    greedy_packs,
     modules_of,
     read_logits,
     segments_of,
@@ -43,12 +37,11 @@ from atlas_fl.client.local_training import (
 )
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import norm_and_pool, read_positions, run_blocks
-from atlas_fl.models.lora import Adapters, DropoutMaskFn, attach_adapters
+from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.params import Params, digest, select
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, encode_rows, read_message
-from atlas_fl.split.model import select_client_side
+from atlas_fl.split.model import select_client_side, server_forward
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode_tensors
 
@@ -71,8 +64,7 @@ class ServerInput:
     upper: Tensor | None = None
     """(reads, hidden), the gradient of the features, where it comes from the client."""
     weights: Params | None = None
-    """Weights in the place of the backbone's, whose gradients are measured, without adapters and alone in their pass:
-    of a weight that clients share, a pass over several of them gives the sum of their gradients."""
+    """Weights in the place of the backbone's, whose gradients are measured, without adapters."""
 
     @property
     def reads(self) -> int:
@@ -82,7 +74,7 @@ class ServerInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerOutput:
-    """Result of a pass for one entry: features where the head is the client's, logits and loss where it is here."""
+    """Result of a pass: features where the head is the client's, logits and loss where it is here."""
 
     features: Tensor
     """(reads, hidden)."""
@@ -91,75 +83,37 @@ class ServerOutput:
     loss: Tensor | None = None
 
 
-def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
-    """The output of every entry, the lowest cuts first; with `backward`, gradients lie in their rows and params.
-
-    Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
-    """
-    weights = entries[0].weights
-    compute = partial(_pass, entries, site, backward=backward)
-    return compute() if weights is None else call_with_params(site.backbone.model, weights, compute)
+def forward_above(entry: ServerInput, site: Site, *, backward: bool) -> ServerOutput:
+    """The output of these rows; with `backward`, the gradients lie in the rows and params."""
+    if entry.weights is None:
+        return _pass(entry, site, modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward)
+    return call_with_params(site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward))
 
 
-def _pass(ordered: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
-    mask = dropout_masks([entry.dropout for entry in ordered], device=site.backbone.device)
-    is_scaled = ordered[0].weights is None
-    with torch.set_grad_enabled(backward), ExitStack() as adapted:
+def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, backward: bool) -> ServerOutput:
+    """The output of a pass in which these modules carry the adapters."""
+    backbone, is_scaled = site.backbone, entry.weights is None
+    mask = dropout_masks([entry.dropout], device=backbone.device)
+    adapters = Adapters(
+        clients=[entry.params],
+        segments=segments_of([len(entry.rows)]),
+        sequences=segments_of([entry.reads]),
+        scale=site.scale,
+        dropout_mask=mask,
+    )
+    layout = make_layout(entry.lengths, device=backbone.device)
+    with torch.set_grad_enabled(backward), attach_adapters(modules, adapters):
         with site.autocast(scaled=is_scaled):
-            features = torch.split(_features(ordered, site, mask, adapted), [entry.reads for entry in ordered])
-        outputs = []
-        for k, (entry, own_features) in enumerate(zip(ordered, features, strict=True)):
-            if entry.labels is None:
-                outputs.append(ServerOutput(features=own_features))
-                continue
-            client_mask = None if mask is None else (lambda _, module, shape, k=k: mask(k, module, shape))
-            with site.autocast(scaled=is_scaled):
-                (logits,) = read_logits(site.backbone, [entry.params], [own_features], mask=client_mask)
-            outputs.append(ServerOutput(features=own_features, logits=logits, loss=example_loss(logits, entry.labels)))
+            features = server_forward(backbone, entry.rows, layout, blocks=entry.blocks, output_positions=entry.places)
+            logits = loss = None
+            if entry.labels is not None:
+                (logits,) = read_logits(backbone, [entry.params], [features], mask=mask)
+        if entry.labels is not None and logits is not None:
+            loss = example_loss(logits, entry.labels)
         if backward:
-            roots = [output.features if output.loss is None else output.loss for output in outputs]
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
-            torch.autograd.backward(roots, [entry.upper for entry in ordered])
-    return outputs
-
-
-def _features(ordered: Sequence[ServerInput], site: Site, mask: DropoutMaskFn | None, adapted: ExitStack) -> Tensor:
-    """Features of all entries, (reads, hidden); each joins the row at its own cut. `adapted` keeps the adapters on."""
-    backbone = site.backbone
-    hidden = ordered[0].rows.new_empty(0, ordered[0].rows.shape[1])
-    pick = None
-    bounds = [*sorted({entry.blocks for entry in ordered}), len(backbone.blocks)]
-    for start, stop in pairwise(bounds):
-        present = [entry for entry in ordered if entry.blocks <= start]
-        hidden = torch.cat([hidden, *(entry.rows for entry in present if entry.blocks == start)])
-        layout = make_layout([n for entry in present for n in entry.lengths], device=backbone.device)
-        if stop == bounds[-1]:
-            pick = read_positions(backbone.family, layout, _output_positions(present))
-        adapters = Adapters(
-            clients=[entry.params for entry in present],
-            segments=segments_of([len(entry.rows) for entry in present]),
-            sequences=segments_of([entry.reads for entry in present]),
-            scale=site.scale,
-            dropout_mask=mask,
-        )
-        if ordered[0].weights is None:
-            adapted.enter_context(attach_adapters(modules_of(site, range(start, stop)), adapters))
-        hidden = run_blocks(backbone, hidden, layout, range(start, stop), positions=pick)
-    assert pick is not None, "the last block is above every cut"
-    return norm_and_pool(backbone, hidden, pick)
-
-
-def _output_positions(present: Sequence[ServerInput]) -> Tensor | None:
-    """Positions in the row that the heads read; None where all read their sequences' pooled tokens."""
-    if all(entry.places is None for entry in present):
-        return None
-    positions = []
-    for entry, segment in zip(present, segments_of([len(entry.rows) for entry in present]), strict=True):
-        inside = entry.places
-        if inside is None:  # A model that writes is causal, and its last token speaks for a sequence.
-            inside = torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
-        positions.append(inside + segment.start)
-    return torch.cat(positions)
+            torch.autograd.backward(features if loss is None else loss, entry.upper)
+    return ServerOutput(features=features, logits=logits, loss=loss)
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
@@ -226,7 +180,7 @@ class CutMessages:
             if not self._are_labels(labels, len(lengths) if positions is None else len(positions)):
                 raise self.refusal("labels")
         return ServerInput(
-            rows=rows.to(device).requires_grad_(wants),
+            rows=rows.to(device, copy=True).requires_grad_(wants),
             blocks=self.cut.blocks,
             lengths=tuple(lengths.tolist()),
             places=None if positions is None else positions.to(device, torch.int64),
@@ -277,15 +231,6 @@ def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
     return LocalTrainer(replace(job, params=CutMessages(job, site).above, cut=None), site, above=job.cut)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParsedRequest:
-    """One client's request, read and checked."""
-
-    half: "ServerHalf"
-    what: str
-    entry: ServerInput
-
-
 class ServerHalf(Protocol):
     """One client's upper half for one job."""
 
@@ -293,24 +238,19 @@ class ServerHalf(Protocol):
     places: tuple[int, ...] = ()
     """Indices of the client's trained tensors among those of the whole model."""
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """Parse a message into a request; raise `ProtocolError` where no such may come now."""
+    def ask(self, what: str, done: int, payloads: Payloads) -> dict[str, bytes]:
+        """The answer to a message; raises `ProtocolError` where no such may come now."""
+        entry = self.read(what, done, payloads)
+        return self.answer(what, entry, forward_above(entry, self.side.site, backward=what in ("loss", "gradient")))
 
-    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
-        """The answer to a request, from the output of its entry."""
+    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
+        """Parse a message; raise `ProtocolError` where no such may come now."""
+
+    def answer(self, what: str, entry: ServerInput, output: ServerOutput) -> dict[str, bytes]:
+        """The answer to a message, from the output of its entry."""
 
     def end(self, payloads: Payloads) -> Update:
         """This half's update, after its last step; raise `ProtocolError` where work is missing."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CutRequest:
-    """One client's message about its cut, as it came."""
-
-    half: ServerHalf
-    what: str
-    done: int
-    payloads: Payloads
 
 
 def merge_updates(side: CutMessages, update: Update, server_update: Update) -> Update:
@@ -335,38 +275,6 @@ def _loaded_digest(side: CutMessages, update: Update, server_update: Update) -> 
     return digest(side.job.params) if server_update.loaded == digest(side.above) else server_update.loaded
 
 
-def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, bytes] | ProtocolError]:
-    """The answer to every request, or its refusal: a client's mistake is its own, not its pack's."""
-    answers: dict[int, dict[str, bytes] | ProtocolError] = {}
-    questions = {}
-    for k, request in enumerate(requests):
-        try:
-            questions[k] = request.half.read(request.what, request.done, request.payloads)
-        except ProtocolError as error:
-            answers[k] = error
-    answers |= dict(zip(questions, answer_all(list(questions.values()), site), strict=True))
-    return [answers[k] for k in range(len(requests))]
-
-
-def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str, bytes]]:
-    """The answers to questions that wait at one moment, in their order.
-
-    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; those with weights of
-    their own go alone.
-    """
-    answers: dict[int, dict[str, bytes]] = {}
-    for backward in (True, False):
-        asked = [k for k, one in enumerate(questions) if (one.what in ("loss", "gradient")) is backward]
-        together = [(k, len(questions[k].entry.rows)) for k in asked if questions[k].entry.weights is None]
-        alone = [[k] for k in asked if questions[k].entry.weights is not None]
-        for group in [*alone, *greedy_packs(together, site.max_tokens)]:
-            ordered = sorted(group, key=lambda k: questions[k].entry.blocks)
-            outputs = forward_batch([questions[k].entry for k in ordered], site, backward=backward)
-            for k, output in zip(ordered, outputs, strict=True):
-                answers[k] = questions[k].half.answer(questions[k], output)
-    return [answers[k] for k in range(len(questions))]
-
-
 class GradientHalf(ServerHalf):
     """Answers rows with their gradient, step by step; subclasses make use of the gradients of what is above the cut.
 
@@ -381,24 +289,23 @@ class GradientHalf(ServerHalf):
         self._params, self._wants, self._weights = params, wants, weights
         self._waiting: ServerInput | None = None
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
+    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
         """The rows of a step, or those that wait, with the gradient of their features."""
         side = self.side
         first = "features" if side.cut.head == "client" else "loss"
         side.expect(what, done, first if self._waiting is None else "gradient")
         if self._waiting is not None:
             entry, self._waiting = side.with_upper(self._waiting, payloads), None
-            return ParsedRequest(half=self, what=what, entry=entry)
+            return entry
         self.close_step(payloads)
         if done >= self._steps:
             raise ProtocolError(f"{side.job.client} goes on after its {self._steps} steps")
         entry = side.entry(payloads, self._params, self.dropout(done), wants=self._wants)
-        return ParsedRequest(half=self, what=what, entry=replace(entry, weights=self._weights))
+        return replace(entry, weights=self._weights)
 
-    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
+    def answer(self, what: str, entry: ServerInput, output: ServerOutput) -> dict[str, bytes]:
         """Features, or the gradient of the rows and what `take_gradients` adds."""
-        entry = question.entry
-        if question.what == "features":
+        if what == "features":
             self._waiting = entry
             return self.side.rows_down(output.features, "activation")
         rows = {} if entry.rows.grad is None else self.side.rows_down(entry.rows.grad, "gradient")
@@ -486,16 +393,15 @@ class EvaluationHalf(ServerHalf):
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
         self._scored = 0
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
+    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
         """Rows of some examples, each of which comes once."""
         self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
         entry = self.side.entry(payloads, self._params, NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
-        return ParsedRequest(half=self, what=what, entry=entry)
+        return entry
 
-    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
+    def answer(self, what: str, entry: ServerInput, output: ServerOutput) -> dict[str, bytes]:  # noqa: ARG002
         """Features, or nothing where the scores are here."""
-        entry = question.entry
         self.side.done += 1
         if output.logits is None or entry.labels is None:
             return self.side.rows_down(output.features, "activation")

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from atlas_fl.client import split_server
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 from atlas_fl.client.registry import CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import ClientSide, client_side_of
-from atlas_fl.client.split_server import ServerHalf, answer_all, merge_updates
+from atlas_fl.client.split_server import ServerHalf, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
@@ -30,12 +29,12 @@ LOOK = FingerprintOptions(kind="fisher", sketch_dim=16, train=PLAIN, batches=1, 
 class Direct:
     """The way to a half in the same process."""
 
-    def __init__(self, half: ServerHalf, site: Site) -> None:
-        self.half, self.site, self.asked = half, site, list[tuple[str, int, Mapping[str, bytes]]]()
+    def __init__(self, half: ServerHalf) -> None:
+        self.half, self.asked = half, list[tuple[str, int, Mapping[str, bytes]]]()
 
     def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
         self.asked.append((what, done, payloads))
-        return answer_all([self.half.read(what, done, payloads)], self.site)[0]
+        return self.half.ask(what, done, payloads)
 
 
 def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, ClientSide, ServerHalf]:
@@ -46,7 +45,7 @@ def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Clien
 
 def below(job: Job, tiny, site: Site, action: str, half: ServerHalf) -> tuple[Update, ClientSide]:
     """What the client makes of the job with no more than its part of the model."""
-    crossing = client_side_of(half.side.below, site, indices=half.places, server=Direct(half, site))
+    crossing = client_side_of(half.side.below, site, indices=half.places, server=Direct(half))
     part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
     return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
 
@@ -142,46 +141,6 @@ def test_scores_over_the_cut_are_those_of_the_simulation(tiny_of, site_of, spec_
         assert found.params is asked.params
 
 
-@pytest.mark.parametrize("head", ["server", "client"])
-@pytest.mark.parametrize("name", ["bert", "qwen2"])
-def test_a_pack_of_suffixes_gives_each_what_it_gets_alone(tiny_of, site_of, spec_of, name: str, head) -> None:
-    """Cuts, labels and lengths differ; who trains and who is scored are answered at one moment."""
-    tiny = tiny_of(name)
-    cuts = [Cut(blocks=2, head=head), Cut(blocks=1, head=head), Cut(blocks=1, head=head)]
-    site, jobs = federation(tiny, site_of, spec_of, cuts)
-    jobs[2] = dataclasses.replace(jobs[2], options=EvaluateOptions(split="test"))
-    actions = ["train", "train", "evaluate"]
-    asked = [over_the_cut(action, job, tiny, site)[1].server.asked for action, job in zip(actions, jobs)]
-    together, alone = ([SERVER_SIDE[a](job, site) for a, job in zip(actions, jobs)] for _ in range(2))
-    for turn in range(1 if head == "server" else 2):
-        now = (0, 1, 2) if turn == 0 else (0, 1)
-        answers = answer_all([together[k].read(*asked[k][turn]) for k in now], site)
-        for k, answer in zip(now, answers):
-            (other,) = answer_all([alone[k].read(*asked[k][turn])], site)
-            assert answer.keys() == other.keys()
-            for key in [key for key in answer if not key.endswith("control")]:
-                own, wanted = (decode_rows(message[key])[0] for message in (answer, other))
-                torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_those_who_ask_at_one_moment_are_one_pass_as_far_as_the_memory_reaches(
-    tiny_of, site_of, spec_of, monkeypatch
-) -> None:
-    site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1), Cut(blocks=2)])
-    asked = [over_the_cut("train", job, tiny_of("bert"), site)[1].server.asked[0] for job in jobs]
-    sizes, plain = list[int](), split_server.forward_batch
-
-    def counted(entries, *args, **how):
-        sizes.append(len(entries))
-        return plain(entries, *args, **how)
-
-    monkeypatch.setattr(split_server, "forward_batch", counted)
-    for max_tokens in (4096, 1):
-        small = dataclasses.replace(site, max_tokens=max_tokens)
-        answer_all([SERVER_SIDE["train"](job, small).read(*own) for job, own in zip(jobs, asked)], small)
-    assert sizes == [2, 1, 1]
-
-
 ROWS, LENGTHS = torch.zeros(4, 32), torch.tensor([1, 3], dtype=torch.int32)
 
 
@@ -239,7 +198,7 @@ def test_of_several_labels_a_cut_takes_zeros_and_ones_alone(tiny_of, site_of, sp
             with pytest.raises(ProtocolError, match="sent labels"):
                 half.read("loss", 0, payloads)
         else:
-            assert half.read("loss", 0, payloads).entry.labels.equal(sent)
+            assert half.read("loss", 0, payloads).labels.equal(sent)
 
 
 def test_questions_out_of_turn_and_work_that_is_missing_are_refused(tiny_of, site_of, spec_of) -> None:

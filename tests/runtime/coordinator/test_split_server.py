@@ -291,29 +291,6 @@ def test_a_client_that_dies_in_the_middle_begins_its_job_again(clients, dies_at:
         back.join(60)
 
 
-def test_those_who_ask_at_one_moment_share_a_pass(clients, monkeypatch) -> None:
-    site, path, jobs = clients
-    site, sizes, plain = dataclasses.replace(site, max_tokens=4096), list[int](), split_server.forward_batch
-
-    def counted(entries: Sequence[Any], *args: Any, **how: Any) -> Any:
-        sizes.append(len(entries))
-        return plain(entries, *args, **how)
-
-    monkeypatch.setattr(split_server, "forward_batch", counted)
-    # Not a matter of luck: whoever waits, waits for the others.
-    monkeypatch.setattr("atlas_fl.runtime.coordinator.split_server.BATCH_WAIT_SECONDS", 60)
-    both = [dataclasses.replace(jobs[k], cut=Cut(blocks=1 + k // 3)) for k in (0, 3)]
-    both = [dataclasses.replace(job, options=dataclasses.replace(HARD, max_steps=2)) for job in both]
-    with federation(site, path, ["a-0", "d-0"]) as fed:
-        for job in both:
-            fed.join(job.client, home=home_of(site, path, job.cut))
-        found = fed.engine.run("train", both)
-    assert sizes == [2, 2]
-    for update, other in zip(found, alone("train", both, site), strict=True):
-        for key, value in other.params.items():
-            torch.testing.assert_close(update.params[key], value, atol=1e-5, rtol=1e-5)
-
-
 def test_a_client_whose_rows_cannot_be_is_refused_and_the_others_go_on(clients) -> None:
     site, path, jobs = clients
     other_data = dataclasses.replace(site, data={**site.data, "a-0": site.data["b-0"]})

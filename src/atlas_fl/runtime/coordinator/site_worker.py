@@ -14,12 +14,12 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import client_side_of
-from atlas_fl.client.split_server import Payloads, ServerHalf, answers_to
+from atlas_fl.client.split_server import Payloads, ServerHalf
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
-from atlas_fl.runtime.coordinator.split_server import read_cut_request
+from atlas_fl.runtime.coordinator.split_server import answer_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
@@ -54,17 +54,10 @@ class HostedClients:
             elif head.get("asks") == "end":
                 answer_head, answer = self._finish_half(half, tensors)
             else:
-                answer = self._answer_request(half, head, tensors, site)
+                answer = answer_cut_request(self._halves.get(half), head, tensors)
         except ProtocolError as error:
             answer_head = {"refused": str(error)}
         return {**answer_head, "kind": "hosted"}, answer
-
-    def _answer_request(self, half: str, head: Mapping[str, Any], tensors: Params, site: Site) -> Params:
-        request = read_cut_request(self._halves.get(half), head, tensors)
-        (answer,) = answers_to([request], site)
-        if isinstance(answer, ProtocolError):
-            raise answer
-        return write_payloads(answer)
 
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""

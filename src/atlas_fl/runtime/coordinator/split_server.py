@@ -1,36 +1,28 @@
-"""The server halves of all cut clients of a run; requests that arrive together form one batch.
+"""The server halves of all cut clients of a run; requests are answered one at a time, in the order of their arrival.
 
-Requests come from streams, in the network's event loop; passes are computed in one thread. A request waits until every
-client with a cut job has sent one, the batch is full, or no other request has arrived for a few milliseconds. A server
-half lives for one job; a client whose job is sent again gets a new half, at the start of the job.
+Requests come from streams, in the network's event loop; passes are computed in one thread. A server half lives for one
+job; a client whose job is sent again gets a new half, at the start of the job.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
-
-import torch
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
-from atlas_fl.client.split_server import CutRequest, ServerHalf, answers_to, merge_updates
+from atlas_fl.client.split_server import ServerHalf, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select
 from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
 from atlas_fl.runtime.transport.frames import Head
 
-BATCH_WAIT_SECONDS = 0.003
-"""Seconds that a batch waits for further requests after the newest one."""
-
 ResultT = TypeVar("ResultT")
 
 
-def read_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> CutRequest:
-    """The request of a cut client to its server half; raises `ProtocolError` for a malformed one, or no half."""
+def answer_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> Params:
+    """The answer to a cut client by its server half; raises `ProtocolError` for a malformed request, or no half."""
     what = head.get("what")
     done = head.get("done")
     if half is None or not isinstance(what, str) or type(done) is not int:
@@ -38,13 +30,7 @@ def read_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: 
             "a question about a cut names no job that is here, no step or no kind; install the same atlas-fl on both"
             " ends"
         )
-    return CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
-
-
-@dataclass(eq=False)
-class _PendingRequest:
-    request: CutRequest
-    answer: "asyncio.Future[dict[str, bytes]]"
+    return write_payloads(half.ask(what, done, read_payloads(tensors)))
 
 
 class SplitServer:
@@ -54,9 +40,6 @@ class SplitServer:
         self.site = site
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="atlas-split-server")
         self._halves: dict[int, ServerHalf] = {}
-        self._waiting: list[_PendingRequest] = []
-        self._runner: asyncio.Task[None] | None = None
-        self._new_request = asyncio.Event()
         self._part_digests: dict[int, str] = {}
         # Kept apart: a pass that measures has other weights in the model while it computes.
         self._frozen = site.backbone.parameters
@@ -87,14 +70,10 @@ class SplitServer:
         return self._part_digests[blocks]
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
-        """The answer to a client's request for the job of this number, once its batch is computed."""
-        request = read_cut_request(self._halves.get(number), head, tensors)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(_PendingRequest(request, future))
-        self._new_request.set()
-        if self._runner is None or self._runner.done():
-            self._runner = asyncio.create_task(self._answer_waiting())
-        return {"kind": "cut"}, write_payloads(await future)
+        """The answer to a client's request for the job of this number."""
+        half = self._halves.get(number)
+        # Of a client that leaves, whose job begins with a new half, what waits for the thread is cancelled with it.
+        return {"kind": "cut"}, await self._compute(lambda: answer_cut_request(half, head, tensors))
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update:
         """The update of both halves. The server half ends."""
@@ -105,35 +84,6 @@ class SplitServer:
     def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
         self._halves.pop(number, None)
-
-    async def _answer_waiting(self) -> None:
-        while self._waiting:
-            while not self._is_batch_complete():
-                self._new_request.clear()
-                try:
-                    await asyncio.wait_for(self._new_request.wait(), BATCH_WAIT_SECONDS)
-                except TimeoutError:
-                    break
-            # A client that has left meanwhile gets a new half when it is back.
-            batch = [pending for pending in self._waiting if not pending.answer.done()]
-            self._waiting = []
-            requests = [pending.request for pending in batch]
-            work = asyncio.ensure_future(self._compute(partial(answers_to, requests, self.site)))
-            await asyncio.wait([work])
-            for index, pending in enumerate(batch):
-                answer = work.exception() or work.result()[index]
-                if pending.answer.done():
-                    continue
-                if isinstance(answer, BaseException):
-                    pending.answer.set_exception(answer)
-                else:
-                    pending.answer.set_result(answer)
-
-    def _is_batch_complete(self) -> bool:
-        """Return whether every client has sent a request, or no more fit a batch."""
-        size = sum(len(message) for pending in self._waiting for message in pending.request.payloads.values())
-        max_bytes = self.site.max_tokens * self.site.backbone.hidden * torch.float32.itemsize
-        return len(self._waiting) >= len(self._halves) or size >= max_bytes
 
     async def _compute(self, compute: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)
