@@ -77,13 +77,14 @@ class ClientSide:
     def step(self, active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
         """One optimizer step of the job's model (`client.local_training.Step`)."""
         (member,) = active.values()
-        row = collate_packed([next(member.batches)], device=site.backbone.device)
+        batch = next(member.batches)
+        row = collate_packed([batch], device=site.backbone.device)
         mask = dropout_masks([member.dropout(done)], device=site.backbone.device)
 
         def head_loss(read: Tensor) -> Tensor:
             with site.autocast():
                 (logits,) = read_logits(site.backbone, [member.params], [read], mask=mask)
-            return example_loss(logits, row.labels[0])
+            return member.loss(logits, row.labels[0], batch)
 
         with client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
             got, loss = self.exchange(hidden, row, done, head_loss)

@@ -65,6 +65,8 @@ class ServerInput:
     """(reads, hidden), the gradient of the features, where it comes from the client."""
     weights: Params | None = None
     """Weights in the place of the backbone's, whose gradients are measured, without adapters."""
+    smoothing: float = 0.0
+    """Label smoothing of the loss."""
 
     @property
     def reads(self) -> int:
@@ -109,7 +111,7 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
             if entry.labels is not None:
                 (logits,) = read_logits(backbone, [entry.params], [features], mask=mask)
         if entry.labels is not None and logits is not None:
-            loss = example_loss(logits, entry.labels)
+            loss = example_loss(logits, entry.labels, smoothing=entry.smoothing)
         if backward:
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
             torch.autograd.backward(features if loss is None else loss, entry.upper)
@@ -135,6 +137,8 @@ class CutMessages:
         """Bytes of all messages so far."""
         self.done = 0
         """Steps, or messages of an evaluation, that are answered."""
+        self.smoothing = 0.0
+        """Label smoothing of the loss, in training alone."""
         self._longest = max(int(examples.lengths.max()) for examples in site.data[job.client].splits.values())
 
     def expect(self, what: str, done: int, due: str) -> None:
@@ -187,6 +191,7 @@ class CutMessages:
             params=params,
             dropout=dropout,
             labels=None if labels is None else labels.to(device),
+            smoothing=self.smoothing,
         )
 
     def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
@@ -347,6 +352,7 @@ class TrainingHalf(GradientHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         side, self._member = CutMessages(job, site), server_side_trainer(job, site)
+        side.smoothing = job.options.label_smoothing
         self.places = tuple(client_side_indices(site.backbone, job.params, job.options, side.cut))
         super().__init__(side, self._member.params, steps=self._member.steps, wants=bool(self.places))
         self._is_open = False

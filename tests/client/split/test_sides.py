@@ -141,6 +141,13 @@ def test_scores_over_the_cut_are_those_of_the_simulation(tiny_of, site_of, spec_
         assert found.params is asked.params
 
 
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_labels_are_smoothed_over_a_cut_as_without_one(tiny_of, site_of, spec_of, head) -> None:
+    site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, head=head)], label_smoothing=0.25)
+    (expected,) = train([dataclasses.replace(job, cut=None)], site)
+    assert_same_model(over_the_cut("train", job, tiny_of("bert"), site)[0], expected)
+
+
 ROWS, LENGTHS = torch.zeros(4, 32), torch.tensor([1, 3], dtype=torch.int32)
 
 
