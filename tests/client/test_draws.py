@@ -186,11 +186,10 @@ def test_images_are_cropped_and_mirrored_as_the_secret_says() -> None:
     assert seen[0] == seen[1] and len(set(seen)) == 3
 
 
-@pytest.mark.parametrize("head", ["client", "server"])
-def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(client_of, head) -> None:
+def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_server_has(client_of) -> None:
     plain, params = client_of()
-    cut = Cut(blocks=1, head=head)
-    job = Job(client="a-0", params=params, round=1, options=dataclasses.replace(TRAIN, dropout=0.5), cut=cut)
+    options = dataclasses.replace(TRAIN, dropout=0.5)
+    job = Job(client="a-0", params=params, round=1, options=options, cut=Cut(blocks=1))
     below, above = (next(name for name in plain.modules if f".{index}." in name) for index in (0, 2))
 
     def drawn(trainer: LocalTrainer, module: str) -> str:
@@ -199,14 +198,12 @@ def test_dropout_below_a_cut_is_of_the_secret_and_above_it_of_the_seed_that_the_
         return digest({"mask": mask(0, module, (30, 20))})
 
     secret = dataclasses.replace(plain, secrets={"a-0": SECRET})
-    simulated, public, server = LocalTrainer(job, secret), LocalTrainer(job, plain), server_side_trainer(job, plain)
-    client_side = LocalTrainer(dataclasses.replace(job, cut=None), secret)
-    # a host that computes for a guest has a secret, and it is not the guest's
+    public, client_side, server = LocalTrainer(job, plain), LocalTrainer(job, secret), server_side_trainer(job, plain)
+    # a simulation has the guest's secret, and a host has one of its own
+    simulated = server_side_trainer(job, secret)
     host = server_side_trainer(job, dataclasses.replace(plain, secrets={"a-0": OTHER}))
     assert drawn(simulated, above) == drawn(public, above) == drawn(server, above) == drawn(host, above)
-    assert drawn(simulated, below) == drawn(client_side, below) != drawn(public, below)
-    whose = client_side if head == "client" else server
-    assert drawn(simulated, "head") == drawn(whose, "head")
+    assert drawn(client_side, below) != drawn(public, below)
 
 
 # What the source says
@@ -215,7 +212,7 @@ FOLDER = Path(client.__file__).parent
 FOR_ALL = {
     ("fingerprint.py", "sketch"): "the projection of sketches, which are compared with those of others",
     ("fingerprint.py", "sketch_parts"): "the same",
-    ("job.py", "simulated_secret"): "noise of a simulation without secrets",
+    ("split_client.py", "simulated_secret"): "noise of a simulation without secrets",
     ("trainers.py", "seeded_globals"): "no seed of the server's: a number that `Draws` drew",
 }
 """Where a seed that the server knows is read, beside `Draws`, by module and the function that it is given to."""
@@ -246,18 +243,23 @@ def test_no_client_draws_anything_about_its_rows_from_what_a_server_knows() -> N
     assert {reader for reader in readers if reader[1] != "Draws"} == FOR_ALL.keys()
 
 
+NO_SECRET = {("secret", "None"), ("secrets", "{}")}
+
+
 @pytest.mark.slow
 def test_every_draw_of_a_client_is_given_its_secret() -> None:
-    """None is written out where nothing of a client is drawn: no dropout, dropout above a cut, the time of a run."""
+    """None is written out where nothing of a client is drawn: no dropout, the server's half of a cut."""
     without = {
         (name, called(call))
         for name, module in MODULES.items()
         for call in nodes(module, ast.Call)
-        if any(keyword.arg == "secret" and ast.unparse(keyword.value) == "None" for keyword in call.keywords)
+        if any((keyword.arg, ast.unparse(keyword.value)) in NO_SECRET for keyword in call.keywords)
     }
     assert without == {
         ("client/batching.py", "Draws"),  # of no dropout
-        ("client/batching.py", "replace"),  # of dropout above a cut
+        ("client/importance.py", "positions"),  # which are counted alone
+        ("client/split_server.py", "replace"),  # of the server's half of a cut model
+        ("privacy_attacks/membership.py", "replace"),  # of an attack's own training
     }
 
 

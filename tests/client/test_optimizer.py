@@ -41,13 +41,25 @@ def test_without_mu_there_is_no_term_and_the_chain_changes_no_gradient() -> None
     assert own.grad is not None and own.grad.tolist() == [7.0]
 
 
-def test_an_overflow_ends_the_chain_before_the_norms_are_told_to_anybody() -> None:
-    own, told = leaf([1.0], [float("inf")]), []
-    scale = LossScale(enabled=True)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("gradient", "norms"), [("inf", None), ("inf", ["inf", 1.0]), (1.0, [1.0, "nan"])])
+def test_an_overflow_here_or_on_the_other_side_of_a_cut_ends_the_chain_and_halves_the_scale(
+    gradient, norms, clip
+) -> None:
+    own, scale = leaf([1.0], [float(gradient)]), LossScale(enabled=True)
     before = scale.value
-    applied = gradient_chain({"w": own}, dataclasses.replace(PLAIN, clip=1.0), scale, on_norms=told.append)
-    assert not applied({"w": own}, None)
-    assert (scale.value, scale.skipped, told) == (before / 2, 1, [])
+    applied = gradient_chain({"w": own}, dataclasses.replace(PLAIN, clip=clip), scale)
+    assert not applied({"w": own}, None if norms is None else torch.tensor([float(norm) for norm in norms]))
+    assert (scale.value, scale.skipped) == (before / 2, 1)
+
+
+def test_norms_of_both_sides_are_unscaled_as_the_gradients_are() -> None:
+    """(3, 4) here and 12 there have the norm 13, so that clipping at 6.5 halves."""
+    scale = LossScale(enabled=True)
+    own = leaf([1.0, 1.0], [3 * scale.value, 4 * scale.value])
+    applied = gradient_chain({"w": own}, dataclasses.replace(PLAIN, clip=6.5), scale)
+    assert applied({"w": own}, torch.tensor([5.0, 12.0]) * scale.value)
+    assert own.grad.tolist() == pytest.approx([1.5, 2.0], rel=1e-5)
 
 
 def test_the_start_is_what_the_leaves_are_when_the_round_begins() -> None:

@@ -22,7 +22,6 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
             {"strategy": "feddyn", "ranks": "8"},
             "--strategy feddyn has a second set of tensors beside the model, which no message across machines",
         ),
-        ({"split": "2", "precision": "fp16", "strategy": "fedavg"}, "--precision fp16 scales losses by what overflows"),
         ({"split": "2"}, r"--strategy atlas asks for reports .* no message through a cut \(--split 2\) holds"),
         ({"share": ("A",), "space": "factors", "rerank": True}, "--share A keeps parts of .* and --rerank makes whole"),
         ({"centralized": True}, "--centralized deals out rows that are here"),

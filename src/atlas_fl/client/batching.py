@@ -21,8 +21,7 @@ from atlas_fl.models.stock import stock_outputs
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_features, image_features_above, preprocess, run_image_blocks
 from atlas_fl.params import HEAD, PARTS, Params, head_keys
-from atlas_fl.split.channel import Cut, CutChannel, CutSegment, backbone_features_across_cuts
-from atlas_fl.split.model import client_forward, select_client_side, server_forward
+from atlas_fl.split.model import client_forward, server_forward
 
 PartT = TypeVar("PartT")
 ResultT = TypeVar("ResultT")
@@ -182,13 +181,12 @@ def forward(
     site: Site,
     *,
     mask: DropoutMaskFn | None = None,
-    lines: Sequence[CutChannel | None] = (),
 ) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
     A context, and its arguments, as `forward_to_heads` is.
     """
-    with forward_to_heads(row, clients, site, mask=mask, lines=lines) as features:
+    with forward_to_heads(row, clients, site, mask=mask) as features:
         with site.autocast():
             logits = read_logits(site.backbone, clients, features, mask=mask)
         yield logits
@@ -201,17 +199,15 @@ def forward_to_heads(
     site: Site,
     *,
     mask: DropoutMaskFn | None = None,
-    lines: Sequence[CutChannel | None] = (),
 ) -> Iterator[list[Tensor]]:
     """Features of every client's own examples, (examples, width), or (tokens to be written, hidden).
 
-    `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
     A client that trains the whole model is alone in its row. A context, because a checkpointed backward pass runs the
     layers again and must find the adapters in place.
     """
     with attach_adapters(site.modules, _adapters(row, clients, site, mask)):
         with site.autocast():
-            pooled = features_across_cuts(row, site, lines, body=body_of(clients, site))
+            pooled = features_of_row(row, site.backbone, body_of(clients, site))
         yield list(torch.split(pooled, list(row.counts)))
 
 
@@ -260,8 +256,8 @@ def body_of(clients: Sequence[Params], site: Site) -> Params:
     return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
-def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
-    """Features of a row, (reads, width), where all blocks are here.
+def features_of_row(row: PackedBatch, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
+    """Features of a row, (reads, width).
 
     The weights of `body` stand in for the backbone's of these names.
     """
@@ -319,29 +315,6 @@ class _Call(nn.Module):
         return work()
 
 
-def features_across_cuts(
-    row: PackedBatch, site: Site, lines: Sequence[CutChannel | None], *, body: Params = MappingProxyType({})
-) -> Tensor:
-    """Features of the row, (reads, hidden), over the cuts of those clients that have a line."""
-    ends = [
-        CutSegment(
-            channel=line,
-            tokens=slice(row.segments[k].start, row.segments[k].stop),
-            feature_rows=slice(row.pooled[k].start, row.pooled[k].stop),
-            lengths=row.lengths[k],
-            output_positions=row.target_positions[k],
-            labels=row.labels[k],
-        )
-        for k, line in enumerate(lines)
-        if line is not None
-    ]
-    if not ends:
-        return features_without_cut(row, site.backbone, body)
-    return backbone_features_across_cuts(
-        site.backbone, row.ids, row.types, row.layout, output_positions=row.output_positions, segments=ends
-    )
-
-
 def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
     """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
     examples = [((k, index), size) for k, sizes in enumerate(lengths) for index, size in enumerate(sizes.tolist())]
@@ -362,27 +335,16 @@ class Dropout:
     draws: Draws
     path: tuple[object, ...]
     """Its round and its step."""
-    is_above: Callable[[str], bool] = lambda _: False
-    """True of a module above the client's cut: the server draws from the run's seed."""
 
 
 NO_DROPOUT = Dropout(p=0.0, draws=Draws(client="", seed=0, secret=None), path=())
 """No dropout."""
 
 
-def modules_above(backbone: Backbone, cut: Cut | None) -> Callable[[str], bool]:
-    """Return whether a module, or the head, is the server's under this cut, as a function; none is without a cut."""
-    if cut is None:
-        return lambda _: False
-    # names of tensors begin with that of their module and a dot
-    return lambda module: not select_client_side(backbone, [f"{module}."], blocks=cut.blocks, head=cut.head == "client")
-
-
 def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> DropoutMaskFn | None:
     """Inverted-dropout masks drawn from a generator of each client's own, or None when no client drops anything.
 
-    A mask depends on (draws, path, module) alone: packing, recomputation and splitting draw the same. Above a cut it
-    is the server's, and never of the client's secret.
+    A mask depends on (draws, path, module) alone: packing, recomputation and splitting draw the same.
     """
     if not any(source.p for source in sources):
         return None
@@ -391,8 +353,7 @@ def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> Dropou
         source = sources[k]
         if source.p == 0:
             return None
-        draws = replace(source.draws, secret=None) if source.is_above(module) else source.draws
-        stream = draws.torch_generator("dropout", *source.path, module)
+        stream = source.draws.torch_generator("dropout", *source.path, module)
         return torch.bernoulli(torch.full(shape, 1 - source.p), generator=stream).div_(1 - source.p).to(device)
 
     return mask

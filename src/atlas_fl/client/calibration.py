@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from atlas_fl.client.batching import body_of, collate_packed, features_without_cut, forward
+from atlas_fl.client.batching import body_of, collate_packed, features_of_row, forward
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import SensitivityOptions
@@ -73,7 +73,7 @@ def scale_losses(job: Job, site: Site) -> Update:
 
 def _features(job: Job, batch: EncodedExamples, site: Site) -> Tensor:
     """Features of these images, (images, features), by the job's model."""
-    return features_without_cut(
+    return features_of_row(
         collate_packed([batch], device=site.backbone.device), site.backbone, body_of([job.params], site)
     )
 

@@ -1,7 +1,7 @@
 """Evaluation: scores of every client's model on a split of its own data, greedy text generation for ROUGE included."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import forward, make_row, same_models, split_by_tokens
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior
+from atlas_fl.client.job import Job, Site, Update, log_prior
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.preferences import score_preferences
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
@@ -20,7 +20,6 @@ from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.stock import generate
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Params, Split
-from atlas_fl.split.channel import CutChannel
 
 
 @torch.inference_mode()
@@ -81,26 +80,29 @@ def _until(end: int, row: Sequence[int]) -> list[int]:
 def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Loss and metrics of every client, in the order of the jobs; nothing is trained."""
     began = time.perf_counter()
-    lines = [cut_channel_of(job, site) for job in jobs]
-    outputs = _whole_outputs(jobs, site) if site.trainable == "full" else _packed_outputs(jobs, site, lines)
+    outputs = _whole_outputs(jobs, site) if site.trainable == "full" else _packed_outputs(jobs, site)
     answered = [{**_rouge(job, site), **score_preferences(job, site)} for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
-    updates = []
-    for job, line, (labels, kept), answers in zip(jobs, lines, outputs, answered, strict=True):
-        task = site.data[job.client].task
-        metrics, classes = scores_of(task, labels, kept, split=job.options.split)
-        updates.append(
-            Update(
-                client=job.client,
-                params=job.params,
-                examples=len(site.data[job.client].splits[job.options.split]),
-                metrics={**metrics, **answers, "seconds": seconds},
-                crossed={} if line is None else dict(line.traffic),
-                classes=classes,
-                reported={OUTCOMES: _outcomes(job, site, labels, kept)} if job.options.outcomes else {},
-            )
-        )
-    return updates
+    return [
+        scored_update(job, site, *kept, {**answers, "seconds": seconds})
+        for job, kept, answers in zip(jobs, outputs, answered, strict=True)
+    ]
+
+
+def scored_update(
+    job: Job, site: Site, labels: np.ndarray, outputs: Sequence[np.ndarray], metrics: Mapping[str, float]
+) -> Update:
+    """The client's answer, from what was kept of all examples (`scores_of`), with these metrics beside the scores."""
+    options: EvaluateOptions = job.options
+    own_scores, classes = scores_of(site.data[job.client].task, labels, outputs, split=options.split)
+    return Update(
+        client=job.client,
+        params=job.params,
+        examples=len(site.data[job.client].splits[options.split]),
+        metrics={**own_scores, **metrics},
+        classes=classes,
+        reported={OUTCOMES: _outcomes(job, site, labels, outputs)} if options.outcomes else {},
+    )
 
 
 OUTCOMES = "outcomes"
@@ -111,7 +113,7 @@ def _outcomes(job: Job, site: Site, labels: np.ndarray, kept: Sequence[np.ndarra
     """Labels, what is kept of the logits, and rows of it by example, in one order for all models of a client."""
     examples = site.data[job.client].splits[job.options.split]
     counts = examples.take(in_order(examples.lengths)).num_targets if site.data[job.client].task.writes else 1
-    rows = np.broadcast_to(np.asarray(counts, np.int64), len(labels))
+    rows = np.broadcast_to(np.asarray(counts, np.int64), len(examples))
     values = {"labels": labels, "outputs": np.concatenate(kept), "rows": rows}
     return {name: torch.from_numpy(np.array(array)) for name, array in values.items()}
 
@@ -151,7 +153,7 @@ def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> 
     return placed
 
 
-def _packed_outputs(jobs: Sequence[Job], site: Site, lines: Sequence[CutChannel | None]) -> list[Outputs]:
+def _packed_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
     """Outputs of every client's own adapters and head, in rows of many clients, short examples first."""
     splits = [site.data[job.client].splits[job.options.split] for job in jobs]
     ordered = [split.take(in_order(split.lengths)) for split in splits]
@@ -159,7 +161,7 @@ def _packed_outputs(jobs: Sequence[Job], site: Site, lines: Sequence[CutChannel 
     kept: list[list[np.ndarray]] = [[] for _ in jobs]
     for chunk in split_by_tokens([examples.lengths for examples in ordered], site.max_tokens):
         row = make_row([ordered[k].take(np.arange(part.start, part.stop)) for k, part in chunk], site)
-        with forward(row, [models[k] for k, _ in chunk], site, lines=[lines[k] for k, _ in chunk]) as logits:
+        with forward(row, [models[k] for k, _ in chunk], site) as logits:
             for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):
                 corrected = correct_logits(client_logits, priors[k])
                 kept[k].append(scored_outputs(corrected, labels, site.data[jobs[k].client].task))
@@ -209,12 +211,9 @@ def _token_scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _rouge(job: Job, site: Site) -> dict[str, float]:
-    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for.
-
-    Nor where the model is cut: every token that it writes would be a message of its own.
-    """
+    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for."""
     options: EvaluateOptions = job.options
     prompts = site.data[job.client].prompts.get(options.split)
-    if prompts is None or not options.new_tokens or job.cut is not None:
+    if prompts is None or not options.new_tokens:
         return {}
     return rouge(prompts.references, write(prompts.encoded, job.params, site, new_tokens=options.new_tokens))

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.importance import batch_gradients
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.sketch import combine_parts, sketch, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
-from atlas_fl.split.channel import CutTraffic
-from atlas_fl.split.model import select_client_side
 
 FIRST, SECOND = "sketch.first", "sketch.second"
 PARTS = "parts"
@@ -49,7 +47,7 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
         steps = int(max(first.metrics["steps"], second.metrics["steps"]))
         loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
         params = mean(first.params, second.params)
-        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss, crossed={}))
+        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss))
     return answers
 
 
@@ -90,20 +88,16 @@ def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
 def _from_gradients(job: Job, site: Site) -> Update:
     """Sketch the mean batch gradient of each half, or its root mean square."""
     options: FingerprintOptions = job.options
-    line = cut_channel_of(job, site)
     sketches, losses = [], list[float]()
     for half in (0, 1):
         gradients = batch_gradients(
-            job, site, half=half, blocks=options.blocks, count=options.batches, most=options.most(half), line=line
+            job, site, half=half, blocks=options.blocks, count=options.batches, most=options.most(half)
         )
         parts, half_losses = measure_parts(gradients, options)
         losses += half_losses
-        if line is not None and (sent := [parts[name] for name in names_below_cut(parts, job, site)]):
-            line.send("fingerprint", "up", parts_message(sent))
         sketches.append(combine_parts(parts.values()))
-    crossed = {} if line is None else dict(line.traffic)
     params = job.params if site.trainable == "lora" else {}  # the server has whole models, and none was warmed up
-    return fingerprint_update(job, sketches, params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
+    return fingerprint_update(job, sketches, params, steps=0, loss=float(np.mean(losses)))
 
 
 def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
@@ -137,14 +131,6 @@ def parts_of_gradients(totals: Mapping[str, Tensor], options: FingerprintOptions
     return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
 
 
-def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
-    """The names among these that are on the job's client, which is cut, in their order."""
-    assert job.cut is not None, "a client without a cut holds everything"
-    ordered = list(names)
-    client_side = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
-    return [name for name in ordered if name in client_side]
-
-
 def parts_message(parts: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Message of a cut client with the parts of its own tensors, (tensors, sketch_dim) float64, exact."""
     return {PARTS: torch.from_numpy(np.stack(parts))}
@@ -162,7 +148,6 @@ def fingerprint_update(
     *,
     steps: int,
     loss: float,
-    crossed: CutTraffic,
 ) -> Update:
     """The client's answer: both sketches beside its params."""
     first, second = (torch.from_numpy(half) for half in sketches)
@@ -171,5 +156,4 @@ def fingerprint_update(
         params={**params, FIRST: first, SECOND: second},
         examples=0,
         metrics={"agreement": float(first @ second), "steps": float(steps), "loss": loss},
-        crossed=crossed,
     )

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import PackedBatch, body_of, call_with_params, features_across_cuts, make_row
+from atlas_fl.client.batching import PackedBatch, body_of, call_with_params, features_of_row, make_row
 from atlas_fl.client.draws import Draws
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import example_loss, positions
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
 from atlas_fl.models.backbone import Backbone, block_index, head_logits
@@ -18,11 +18,10 @@ from atlas_fl.models.lora import merged_weight
 from atlas_fl.models.weights import dense
 from atlas_fl.params import Params, head_keys
 from atlas_fl.ranks.allocation import layer_importance, normalise_importance, rngwp
-from atlas_fl.split.channel import CutChannel, CutTraffic
 
 
 def batch_gradients(
-    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None, line: CutChannel | None = None
+    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """(loss, gradients) of the batches of one half (`gradient_batches`): of the last `blocks` blocks' matrices, and of
     its head.
@@ -34,7 +33,7 @@ def batch_gradients(
     # Gradients of blocks below the first adapted one need all of the forward pass.
     at = site if len(site.backbone.blocks) - blocks >= site.first_adapted else replace(site, first_adapted=0)
     for row in half_rows(job, at, half=half, count=count, most=most):
-        yield loss_gradient(row, site, leaves, head, line=line)
+        yield loss_gradient(row, site, leaves, head)
 
 
 def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
@@ -54,18 +53,12 @@ def pop_gradients(leaves: Params) -> dict[str, Tensor]:
     return gradients
 
 
-def loss_gradient(
-    row: PackedBatch, site: Site, leaves: Params, head: Params, *, line: CutChannel | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head.
-
-    With a `line`, over the client's cut.
-    """
+def loss_gradient(row: PackedBatch, site: Site, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
+    """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head."""
 
     def gradients() -> tuple[Tensor, dict[str, Tensor]]:
         with site.autocast(scaled=False):
-            lines = () if line is None else (line,)
-            pooled = features_across_cuts(row, site, lines, body=body_of([head], site))
+            pooled = features_of_row(row, site.backbone, body_of([head], site))
             loss = example_loss(head_logits(site.backbone, head, pooled).float(), row.labels[0])
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), pop_gradients({**leaves, **head})
@@ -73,18 +66,18 @@ def loss_gradient(
     return call_with_params(site.backbone.model, leaves, gradients)
 
 
-def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
-    """The matrices in the last blocks, by position in the model's block list, as tensors whose gradient can be taken.
+def last_weights(backbone: Backbone, blocks: int, *, end: int | None = None) -> dict[str, Tensor]:
+    """The matrices in the last blocks, or the last ones below block `end`, as tensors whose gradient can be taken.
 
     Without biases: softmax ignores a shift, so the gradient of a key's bias is rounding noise and nothing else, which
     a fingerprint would blow up to the size of every other tensor.
     """
-    first = len(backbone.blocks) - blocks
+    end = len(backbone.blocks) if end is None else end
     prefix = backbone.family.block_lists
     return {
         name: dense(parameter.detach(), torch.float32).to(backbone.device).requires_grad_()
         for name, parameter in backbone.parameters.items()
-        if parameter.ndim > 1 and name.startswith(prefix) and block_index(backbone, name) >= first
+        if parameter.ndim > 1 and name.startswith(prefix) and end - blocks <= block_index(backbone, name) < end
     }
 
 
@@ -123,31 +116,24 @@ def importance(job: Job, site: Site) -> Update:
 
     Taken over the weights that adapters would change, at the client's own model with its adapters merged:
     mean squared gradient per weight, or |weight * gradient| smoothed over batches (`rngwp`, HSplitLoRA).
-    Of a client that is cut each side measures its own blocks.
     """
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
-    line = cut_channel_of(job, site)
     gradients = (
-        loss_gradient(row, site, leaves, head, line=line)[1]
-        for row in half_rows(job, site, half=0, count=options.batches)
+        loss_gradient(row, site, leaves, head)[1] for row in half_rows(job, site, half=0, count=options.batches)
     )
     sums = [layer_sums(gradient, leaves, site, kind=options.kind) for gradient in gradients]
-    if line is not None and job.cut is not None:
-        line.send("fingerprint", "up", sums_message([layer_sum[: job.cut.blocks] for layer_sum in sums]))
-    return importance_update(job, sums, site, crossed={} if line is None else dict(line.traffic))
+    return importance_update(job, sums, site)
 
 
-def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: CutTraffic) -> Update:
+def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site) -> Update:
     """The client's answer, from every batch's sums by block, (blocks,) each; 0 for a block without adapters."""
     sizes = _by_layer(
         site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
     )
     adapted, shares = sizes > 0, np.zeros(len(sizes))
     shares[adapted] = _shares([layer_sum[adapted] for layer_sum in sums], sizes[adapted], kind=job.options.kind)
-    return Update(
-        client=job.client, params={IMPORTANCE: torch.from_numpy(shares)}, examples=0, metrics={}, crossed=crossed
-    )
+    return Update(client=job.client, params={IMPORTANCE: torch.from_numpy(shares)}, examples=0, metrics={})
 
 
 def merged_leaves(job: Job, site: Site, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -24,8 +24,7 @@ from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import PARTS, ByClient, Params, Split
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.split.channel import NO_CUTS, Cut, CutChannel, CutTraffic
-from atlas_fl.split.codec import simulated_secret
+from atlas_fl.split.channel import NO_CUTS, Cut, CutTraffic
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
 Trainable: TypeAlias = Literal["lora", "full"]
@@ -133,16 +132,6 @@ class Job:
     kept: Trees = field(default_factory=dict)
     """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer, and
     the `gate` that weighs the job's model against its companion by the input."""
-
-
-def cut_channel_of(job: Job, site: Site) -> CutChannel | None:
-    """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
-    if job.cut is None:
-        return None
-    secret = site.secrets.get(job.client)
-    if secret is None and site.seed is not None:
-        secret = simulated_secret(site.seed, job.client)
-    return CutChannel(job.cut, secret=secret)
 
 
 @dataclass(frozen=True, kw_only=True)

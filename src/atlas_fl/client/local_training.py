@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count, islice
 from typing import TypeAlias
 
@@ -28,12 +27,11 @@ from atlas_fl.client.batching import (
     dropout_masks,
     forward_to_heads,
     make_row,
-    modules_above,
     read_logits,
     rows,
 )
 from atlas_fl.client.draws import Draws
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior, without_empty
+from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.preferences import preference_loss, reference_log_probs, sequence_log_probs
@@ -219,8 +217,7 @@ def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Te
 class LocalTrainer:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
-    def __init__(self, job: Job, site: Site, *, above: Cut | None = None) -> None:
-        """`above` is the cut above which all of the job's model lies, where this is the server's half of it."""
+    def __init__(self, job: Job, site: Site) -> None:
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
@@ -232,8 +229,7 @@ class LocalTrainer:
         }
         self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
-        # The server's half draws nothing of the client's: it takes the rows that come, and counts them.
-        secret = site.secrets.get(job.client) if above is None else None
+        secret = site.secrets.get(job.client)
         self.examples = len(positions(len(data), job.client, options, secret=secret))
         # a half takes the steps of the round, whatever its number of batches
         examples = self.examples if options.half is None or not self.examples else len(data)
@@ -241,7 +237,6 @@ class LocalTrainer:
         self.head_steps = num_head_steps(examples, options, round=job.round)
         self.batches = batches(data, job, secret=secret)
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
-        self._is_above = modules_above(site.backbone, job.cut)
         self._second = SECOND_MODELS[options.second_model](
             StrategyOptions(scale=site.scale), second_weight=options.second_weight
         )
@@ -256,8 +251,8 @@ class LocalTrainer:
         rewarded = options.dpo_beta is not None
         self._reference = reference_log_probs(job.client, data, site) if rewarded else np.empty(0, np.float32)
         self.losses: list[Tensor] = []
-        self.line = cut_channel_of(job, site)
-        self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
+        self.tells_norms = options.clip > 0 or site.fp16
+        """As one side of a cut model it tells the other the norms of its gradients, and thereby that they overflow."""
         self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
@@ -267,7 +262,6 @@ class LocalTrainer:
                 clip=options.clip if options.dp == "none" else 0.0,  # examples are clipped each
             ),
             self.scale,
-            on_norms=None if self.line is None else partial(self.line.share_norms, client_side=self._below),
             anchor=job.sent.get("anchor", {}),
             correction=job.sent.get("correction", {}),
             mean=self._mean,
@@ -294,7 +288,7 @@ class LocalTrainer:
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
         path = (*_round_path(self.job), done)
-        return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
+        return Dropout(p=self.options.dropout, draws=self._draws, path=path)
 
     def noise(self, done: int, *, deviation: float) -> dict[str, Tensor]:
         """Gaussian noise of this step for every leaf, under differential privacy."""
@@ -373,7 +367,6 @@ class LocalTrainer:
             metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **head_steps, **skipped},
             loaded=self.loaded,
             keys=len(self.params) + len(self._frozen),
-            crossed={} if self.line is None else dict(self.line.traffic),
             reported=without_empty({"control": {} if self._mean is None else self._mean.mean()}),
             kept=without_empty(
                 {
@@ -446,7 +439,7 @@ Step: TypeAlias = Callable[[Mapping[int, LocalTrainer], int, Site], None]
 
 
 def whole_step(shared: SharedAdapters | None) -> Step:
-    """A step where all blocks are here; those above a cut in the server's name."""
+    """A step where all blocks are here."""
 
     def step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
         members = list(active.values())
@@ -465,9 +458,8 @@ def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -
     batches = [next(member.batches) for member in members]
     row = make_row(batches, site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
-    lines = [member.line for member in members]
     models = [member.model for member in members]
-    with forward_to_heads(row, models, site, mask=mask, lines=lines) as features:
+    with forward_to_heads(row, models, site, mask=mask) as features:
         with site.autocast():
             logits = read_logits(site.backbone, models, features, mask=mask)
         losses = [

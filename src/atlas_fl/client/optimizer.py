@@ -71,7 +71,8 @@ every round begins with a fresh one."""
 Transform: TypeAlias = Callable[[Params, Tensor | None], bool]
 """(leaves, norms) -> whether the step is taken. It changes the gradients of the leaves in place.
 
-`norms` are those of all gradients of a model of which the leaves are only one side; None where they are the whole.
+`norms` are those of all gradients, as scaled as these, of a model of which the leaves are only one side; None where
+they are the whole.
 """
 
 
@@ -89,14 +90,14 @@ class LossScale:
         """Steps that were left out."""
         self._enabled, self._grows, self._sound_steps = enabled, grows, 0
 
-    def unscale(self, leaves: Params) -> bool:
-        """Divide the gradients by the scale; False where one of them is not finite."""
+    def unscale(self, leaves: Params, norms: Tensor | None = None) -> bool:
+        """Divide the gradients by the scale; False where one of them, or of these norms of others, is not finite."""
         if not self._enabled:
             return True
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         for gradient in gradients:
             gradient.div_(self.value)
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        if not all(bool(one.isfinite().all()) for one in (*gradients, *([] if norms is None else [norms]))):
             self.value, self.skipped, self._sound_steps = self.value / 2, self.skipped + 1, 0
             return False
         self._sound_steps += 1
@@ -136,7 +137,6 @@ def gradient_chain(
     options: TrainOptions,
     scale: LossScale,
     *,
-    on_norms: Callable[[Tensor], None] | None = None,
     anchor: Params = MappingProxyType({}),
     correction: Params = MappingProxyType({}),
     mean: GradientMean | None = None,
@@ -149,12 +149,12 @@ def gradient_chain(
     terms = client_terms(options, leaves, anchor)
 
     def transform(leaves: Params, norms: Tensor | None) -> bool:
-        if not scale.unscale(leaves):
+        if norms is not None:
+            norms = norms / scale.value
+        if not scale.unscale(leaves, norms):
             return False
         if options.clip > 0:
             norms = gradient_norms(leaves) if norms is None else norms
-            if on_norms is not None:
-                on_norms(norms)
             torch.nn.utils.clip_grads_with_norm_(list(leaves.values()), options.clip, torch.linalg.vector_norm(norms))
         if mean is not None:
             mean.add(leaves)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
+from atlas_fl.client.batching import body_of, features_of_row, make_row, split_by_tokens
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.evaluation import evaluate
-from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.job import Action, Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.trainers import train_clients
 from atlas_fl.errors import ConfigError
@@ -38,6 +38,8 @@ class PackReport:
 
     jobs: Sequence[Job]
     site: Site
+    train: Action = train_clients
+    evaluate: Action = evaluate
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
     """By client, bytes that went through its cut for the report."""
     steps: Counter[str] = field(default_factory=Counter)
@@ -62,7 +64,7 @@ class PackReport:
         for job in self.jobs:
             options = EvaluateOptions(split="train", prior_correction=job.options.prior_correction)
             jobs.append(replace(job, options=options, sent={}, kept={}))
-        updates = evaluate(jobs, self.site)
+        updates = self.evaluate(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
         return {update.client: update.metrics["loss"] for update in updates}
@@ -83,7 +85,7 @@ class PackReport:
             row = make_row([data.take(order[places])], site)
             adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
             with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
-                features = features_without_cut(row, site.backbone, body_of([params], site))
+                features = features_of_row(row, site.backbone, body_of([params], site))
                 parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
         return torch.cat(parts), data.labels[order], held.task.num_labels
 
@@ -118,20 +120,26 @@ class PackReport:
             options: TrainOptions = job.options
             options = replace(options, half=half, report="none", hash_loaded=False)
             jobs.append(replace(job, options=options))
-        updates = train_and_filter(jobs, self.site)
+        updates = _train_and_filter(jobs, self.site, self.train)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
             self.steps[update.client] += int(update.metrics["steps"])
         return {update.client: update.params for update in updates}
 
 
-def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Every client's trained model with the report that its job asks for, in the order of the jobs."""
+def train_and_report(
+    jobs: Sequence[Job], site: Site, *, train: Action = train_clients, evaluate: Action = evaluate
+) -> list[Update]:
+    """Every client's trained model with the report that its job asks for, in the order of the jobs.
+
+    `train` and `evaluate` are the two actions as they are carried out here.
+    """
     reports: dict[str, Mapping[str, Params]] = {}
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
     extra: Counter[str] = Counter()
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
-        asked = PackReport(jobs=[job for job in jobs if job.options.report == kind], site=site)
+        measured = [job for job in jobs if job.options.report == kind]
+        asked = PackReport(jobs=measured, site=site, train=train, evaluate=evaluate)
         method = reporting(kind)
         for client, params in method.measure(asked).items():
             _check_measured(method, site, asked.model(client), client, params)
@@ -139,7 +147,7 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
         crossed |= asked.crossed
         extra |= asked.steps
     updates = []
-    for update in train_and_filter(jobs, site):
+    for update in _train_and_filter(jobs, site, train):
         reported = {**update.reported, **reports.get(update.client, {})}
         through = Counter(update.crossed) + crossed.get(update.client, Counter())
         metrics = with_extra_steps(update.metrics, extra[update.client])
@@ -152,9 +160,9 @@ def with_extra_steps(metrics: Mapping[str, float], steps: float) -> dict[str, fl
     return {**metrics, "extra_steps": metrics.get("extra_steps", 0.0) + steps} if steps else dict(metrics)
 
 
-def train_and_filter(jobs: Sequence[Job], site: Site) -> list[Update]:
+def _train_and_filter(jobs: Sequence[Job], site: Site, train: Action) -> list[Update]:
     """Every client's trained model as its filters let it leave, in the order of the jobs."""
-    return [_filter(update, job, site) for job, update in zip(jobs, train_clients(jobs, site), strict=True)]
+    return [_filter(update, job, site) for job, update in zip(jobs, train(jobs, site), strict=True)]
 
 
 def _filter(update: Update, job: Job, site: Site) -> Update:

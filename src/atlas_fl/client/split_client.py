@@ -14,7 +14,7 @@ last blocks asks nothing of those below.
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,10 +27,11 @@ from atlas_fl.client.batching import (
     client_side_forward,
     collate_packed,
     dropout_masks,
+    modules_of,
     read_logits,
     split_by_tokens,
 )
-from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scores_of
+from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scored_update
 from atlas_fl.client.fingerprint import measure_parts, parts_message
 from atlas_fl.client.importance import (
     half_rows,
@@ -41,7 +42,7 @@ from atlas_fl.client.importance import (
     pop_gradients,
     sums_message,
 )
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import LocalTrainer, example_loss, merge_norms, train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions
 from atlas_fl.client.split_server import Payloads
@@ -49,7 +50,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import Params
 from atlas_fl.split.channel import NORMS, Cut, CutChannel
-from atlas_fl.split.codec import ROWS, read_message
+from atlas_fl.split.codec import ROWS, read_message, simulated_secret
 from atlas_fl.split.model import client_forward
 from atlas_fl.storage.tensors import encode_tensors
 
@@ -70,7 +71,7 @@ class ClientSide:
     """Indices of the client's trained tensors among those of the whole model."""
     server: ServerLink
     channel: CutChannel
-    """Writes and counts its messages up."""
+    """Writes its messages up."""
     closing: dict[str, bytes] = field(default_factory=dict)
     """Messages that the last step left to be sent."""
 
@@ -87,13 +88,13 @@ class ClientSide:
             return member.loss(logits, row.labels[0], batch)
 
         with client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
-            got, loss = self.exchange(hidden, row, done, head_loss)
+            got, loss = self.exchange(hidden, row, done, head_loss, scale=member.scale.value)
             member.losses += [] if loss is None else [loss]
             if hidden.requires_grad:
                 hidden.backward(rows_of(got, "gradient", like=hidden))  # type: ignore[no-untyped-call]
         self.closing = {}
         norms = None
-        if member.options.clip > 0:
+        if member.tells_norms:
             own_norms = member.norms()
             norms = merge_norms(own_norms, self._others(got, own_norms), self.indices)
             self.closing["0/control"] = encode_tensors({NORMS: own_norms})
@@ -119,17 +120,24 @@ class ClientSide:
         return sent
 
     def exchange(
-        self, hidden: Tensor, row: PackedBatch, done: int, head_loss: Callable[[Tensor], Tensor]
+        self,
+        hidden: Tensor,
+        row: PackedBatch,
+        done: int,
+        head_loss: Callable[[Tensor], Tensor],
+        *,
+        scale: float = 1.0,
     ) -> tuple[Payloads, Tensor | None]:
         """(the server's answer with the gradient of the rows, the loss where the head is here).
 
-        `head_loss` is the loss of features; its gradients then lie in what is trained or measured of the head.
+        `head_loss` is the loss of features; its gradients, times the `scale`, then lie in what is trained or measured
+        of the head.
         """
         if self.cut.head == "server":
             return self.server.ask("loss", done, self.up(hidden, row)), None
         read = self.features(hidden, row, done).requires_grad_()
         loss = head_loss(read)
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
         assert read.grad is not None, "a loss has a gradient by what it is of"
         sent = {"0/gradient": self.channel.encode_up(read.grad, "gradient")}
         return self.server.ask("gradient", done, sent), loss.detach()
@@ -157,14 +165,16 @@ def rows_of(got: Payloads, kind: str, *, like: Tensor) -> Tensor:
 
 def client_side_of(job: Job, site: Site, *, indices: tuple[int, ...], server: ServerLink) -> ClientSide:
     """The way of a job of one model, for a client that is cut."""
-    channel = cut_channel_of(job, site)
-    assert job.cut is not None and channel is not None, "only a cut client has a way through its cut"
-    return ClientSide(cut=job.cut, indices=indices, server=server, channel=channel)
+    assert job.cut is not None, "only a cut client has a way through its cut"
+    secret = site.secrets.get(job.client)
+    if secret is None and site.seed is not None:
+        secret = simulated_secret(site.seed, job.client)
+    return ClientSide(cut=job.cut, indices=indices, server=server, channel=CutChannel(job.cut, secret=secret))
 
 
 def train_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's half of the trained model; its loss is there where the head is."""
-    (update,) = train([replace(job, cut=None)], site, step=crossing.step)
+    (update,) = train([job], site, step=crossing.step)
     return update
 
 
@@ -186,18 +196,16 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
             with site.autocast():
                 (logits,) = read_logits(site.backbone, [params], [read], mask=None)
             outputs.append(scored_outputs(logits, row.labels[0], site.data[job.client].task))
-    scores, classes = dict[str, float](), dict[str, list[int]]()
+    metrics = {"seconds": time.perf_counter() - began}
     if at_home:
-        task = site.data[job.client].task
-        scores, classes = scores_of(task, data.labels[order], outputs, split=options.split)
-    metrics = {**scores, "seconds": time.perf_counter() - began}
-    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics, classes=classes)
+        return scored_update(job, site, data.labels[order], outputs, metrics)
+    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
 
 
 def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
-    leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
+    leaves, head = last_weights(site.backbone, options.blocks, end=crossing.cut.blocks), _head(job, site, crossing)
     losses, closing, done = list[float](), dict[str, bytes](), itertools.count()
     for half in (0, 1):
         rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
@@ -214,11 +222,12 @@ def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
 def importance_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The sums of the client's own blocks; importance is a share of all blocks and so the server's."""
     options: ImportanceOptions = job.options
-    leaves, head = merged_leaves(job, site, site.modules), _head(job, site, crossing)
+    blocks = crossing.cut.blocks
+    leaves, head = merged_leaves(job, site, modules_of(site, range(blocks))), _head(job, site, crossing)
     sums = []
     for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
         gradients = _loss_gradient(row, site, leaves, head, crossing, done)[1]
-        sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
+        sums.append(layer_sums(gradients, leaves, site, kind=options.kind)[:blocks])
     crossing.closing = {"0/fingerprint": encode_tensors(sums_message(sums))}
     return Update(client=job.client, params={}, examples=0, metrics={})
 

@@ -12,7 +12,6 @@ from atlas_fl.client.fingerprint import (
     PARTS,
     add_gradient,
     fingerprint_update,
-    names_below_cut,
     parts_of_gradients,
 )
 from atlas_fl.client.importance import (
@@ -30,6 +29,7 @@ from atlas_fl.client.split_server import CutMessages, GradientHalf, Payloads
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.split.channel import Cut
+from atlas_fl.split.model import select_client_side
 
 
 def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
@@ -44,7 +44,8 @@ class FingerprintHalf(GradientHalf):
         options: FingerprintOptions = job.options
         side, total = CutMessages(job, site), len(site.backbone.blocks)
         self._names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
-        self._below = names_below_cut(self._names, job, site)
+        below = select_client_side(site.backbone, self._names, blocks=side.cut.blocks, head=side.cut.head == "client")
+        self._below = [name for name in self._names if name in below]
         self._losses: list[float] = []
         self._totals: list[dict[str, Tensor]] = [{}, {}]
         client_blocks = blocks_below(options, side.cut, total=total)
@@ -69,7 +70,7 @@ class FingerprintHalf(GradientHalf):
         """Both sketches, of the client's parts and ours; the loss is there where the head is."""
         sketches = [self._whole_sketch(half, payloads) for half in (0, 1)]
         loss = float(np.mean(self._losses)) if self._losses else math.nan
-        update = fingerprint_update(self.side.job, sketches, self.side.above, steps=0, loss=loss, crossed={})
+        update = fingerprint_update(self.side.job, sketches, self.side.above, steps=0, loss=loss)
         metrics = dict(update.metrics)
         if self.side.cut.head == "client":
             del metrics["loss"]
@@ -116,7 +117,7 @@ class ImportanceHalf(GradientHalf):
         assert below is not None
         sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]
         try:
-            return importance_update(side.job, sums, side.site, crossed={})
+            return importance_update(side.job, sums, side.site)
         except DataError as error:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 

@@ -26,7 +26,7 @@ from atlas_fl.client.batching import (
     read_logits,
     segments_of,
 )
-from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
+from atlas_fl.client.evaluation import on_device, scored_outputs, scored_update
 from atlas_fl.client.importance import pop_gradients
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import (
@@ -37,11 +37,12 @@ from atlas_fl.client.local_training import (
 )
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
+from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.params import Params, digest, select
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, encode_rows, read_message
-from atlas_fl.split.model import select_client_side, server_forward
+from atlas_fl.split.model import client_forward, select_client_side, server_forward
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode_tensors
 
@@ -67,6 +68,8 @@ class ServerInput:
     """Weights in the place of the backbone's, whose gradients are measured, without adapters."""
     smoothing: float = 0.0
     """Label smoothing of the loss."""
+    scale: float = 1.0
+    """Factor of the loss in the backward pass."""
 
     @property
     def reads(self) -> int:
@@ -106,7 +109,8 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
     layout = make_layout(entry.lengths, device=backbone.device)
     with torch.set_grad_enabled(backward), attach_adapters(modules, adapters):
         with site.autocast(scaled=is_scaled):
-            features = server_forward(backbone, entry.rows, layout, blocks=entry.blocks, output_positions=entry.places)
+            rows = entry.rows.to(_rows_type(backbone, entry.blocks)) if site.bf16 or site.fp16 else entry.rows
+            features = server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
             logits = loss = None
             if entry.labels is not None:
                 (logits,) = read_logits(backbone, [entry.params], [features], mask=mask)
@@ -114,8 +118,15 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
             loss = example_loss(logits, entry.labels, smoothing=entry.smoothing)
         if backward:
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
-            torch.autograd.backward(features if loss is None else loss, entry.upper)
+            torch.autograd.backward(features if loss is None else loss * entry.scale, entry.upper)
     return ServerOutput(features=features, logits=logits, loss=loss)
+
+
+def _rows_type(backbone: Backbone, blocks: int) -> torch.dtype:
+    """Type of the rows at a cut in the arithmetic of now: autocast's where what is embedded passes a linear layer."""
+    token = torch.zeros(1, dtype=torch.int64, device=backbone.device)
+    layout = make_layout([1], device=backbone.device)
+    return client_forward(backbone, token, token, layout, blocks=min(1, blocks)).dtype
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
@@ -137,8 +148,6 @@ class CutMessages:
         """Bytes of all messages so far."""
         self.done = 0
         """Steps, or messages of an evaluation, that are answered."""
-        self.smoothing = 0.0
-        """Label smoothing of the loss, in training alone."""
         self._longest = max(int(examples.lengths.max()) for examples in site.data[job.client].splits.values())
 
     def expect(self, what: str, done: int, due: str) -> None:
@@ -191,7 +200,6 @@ class CutMessages:
             params=params,
             dropout=dropout,
             labels=None if labels is None else labels.to(device),
-            smoothing=self.smoothing,
         )
 
     def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
@@ -233,7 +241,8 @@ def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) ->
 
 def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
     """The server's half of a cut client while it trains, as of the job's start."""
-    return LocalTrainer(replace(job, params=CutMessages(job, site).above, cut=None), site, above=job.cut)
+    # It draws nothing of the client's: it takes the rows that come, and counts them.
+    return LocalTrainer(replace(job, params=CutMessages(job, site).above), replace(site, secrets={}))
 
 
 class ServerHalf(Protocol):
@@ -267,6 +276,7 @@ def merge_updates(side: CutMessages, update: Update, server_update: Update) -> U
         examples=server_update.examples,
         metrics={**update.metrics, **server_update.metrics},
         classes={**update.classes, **server_update.classes},
+        reported={**update.reported, **server_update.reported},
         loaded=_loaded_digest(side, update, server_update),
         keys=update.keys + server_update.keys,
         crossed=dict(side.crossed),
@@ -352,10 +362,14 @@ class TrainingHalf(GradientHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         side, self._member = CutMessages(job, site), server_side_trainer(job, site)
-        side.smoothing = job.options.label_smoothing
         self.places = tuple(client_side_indices(site.backbone, job.params, job.options, side.cut))
         super().__init__(side, self._member.params, steps=self._member.steps, wants=bool(self.places))
         self._is_open = False
+
+    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
+        """The rows of a step, with what its loss is computed by."""
+        entry, options = super().read(what, done, payloads), self._member.options
+        return replace(entry, smoothing=options.label_smoothing, scale=self._member.scale.value)
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -365,7 +379,7 @@ class TrainingHalf(GradientHalf):
         """Tell the norms of this half's gradients."""
         self._member.losses += [] if loss is None else [loss]
         self._is_open = True
-        if self._member.options.clip <= 0:
+        if not self._member.tells_norms:
             return {}
         return self.side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
 
@@ -374,7 +388,7 @@ class TrainingHalf(GradientHalf):
         if not self._is_open:
             return
         norms, self._is_open = None, False
-        if self._member.options.clip > 0:
+        if self._member.tells_norms:
             others = self.side.decode(payloads, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
@@ -421,10 +435,7 @@ class EvaluationHalf(ServerHalf):
             raise ProtocolError(
                 f"{self.side.job.client} sent {self._scored} of {self._examples} examples; join with the same data"
             )
-        job, scores, classes = self.side.job, dict[str, float](), dict[str, list[int]]()
+        job = replace(self.side.job, params=self.side.above)
         if self.side.cut.head == "server":
-            labels = torch.cat(self._labels).numpy()
-            scores, classes = scores_of(self._task, labels, self._outputs, split=job.options.split)
-        return Update(
-            client=job.client, params=self.side.above, examples=self._examples, metrics=scores, classes=classes
-        )
+            return scored_update(job, self.side.site, torch.cat(self._labels).numpy(), self._outputs, {})
+        return Update(client=job.client, params=job.params, examples=self._examples, metrics={})

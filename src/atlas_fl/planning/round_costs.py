@@ -124,7 +124,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
         dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
         shape = (outputs, *data.labels.shape[1:])
         sizes["label_up"] = encoded_size({"labels": torch.empty(shape, dtype=dtype, device="meta")})
-    if training.clip > 0:
+    if training.clip > 0 or assembly.site.fp16:
         params = _rank_one_params(assembly, client)
         num_below = len(client_side(assembly, cut, params))
         sizes["control_up"] = _norms_size(num_below)

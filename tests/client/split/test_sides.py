@@ -1,23 +1,23 @@
-"""A client's side and the server's, with nothing but bytes between them, are the simulated cut and the whole model."""
+"""A client's side and the server's, with nothing but bytes between them, are the whole model, also in one process."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
 
-from atlas_fl.client.evaluation import evaluate
+from atlas_fl.client import batching
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
-from atlas_fl.client.registry import CLIENT_SIDE, SERVER_SIDE
+from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import ClientSide, client_side_of
 from atlas_fl.client.split_server import ServerHalf, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_secret
-from atlas_fl.split.model import load_client_part
+from atlas_fl.split.model import client_forward, load_client_part, server_forward
 from atlas_fl.storage.tensors import encode_tensors
 from tests.laws.test_packs import HARD
 from tests.split.test_noise import error, noise_of, seeded, taken_off
@@ -64,6 +64,11 @@ def federation(tiny, site_of, spec_of, cuts: Sequence[Cut], **options) -> tuple[
     return site, jobs
 
 
+def whole(action: str, job: Job, site: Site) -> Update:
+    (update,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)
+    return update
+
+
 def assert_same_model(found: Update, expected: Update) -> None:
     assert {**found.metrics, "seconds": 0} == {**expected.metrics, "seconds": 0}
     assert found.params.keys() == expected.params.keys()
@@ -78,12 +83,14 @@ def assert_same(found: Update, expected: Update) -> None:
 
 @pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
-def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of, spec_of, blocks: int, head) -> None:
+def test_two_machines_end_in_the_bits_of_the_whole_model_and_the_bytes_of_the_simulation(
+    tiny, site_of, spec_of, blocks: int, head
+) -> None:
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=blocks, head=head)] * 3)
     for job in jobs:
-        (expected,) = train([job], site)
         found, crossing, half = over_the_cut("train", job, tiny, site)
-        assert_same(found, expected)
+        assert_same_model(found, whole("train", job, site))
+        assert_same(found, *ACTIONS["train"]([job], site))
         assert half.side.below.params.keys() | half.side.above.keys() == job.params.keys()
         assert not half.side.below.params.keys() & half.side.above.keys()
         told = [payloads for _, _, payloads in crossing.server.asked] + [crossing.closing]
@@ -91,16 +98,68 @@ def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of,
         assert up == sum(len(message) for payloads in told for message in payloads.values())
 
 
-@pytest.mark.parametrize("how", ["int8", "noise", "no clip", "checkpointing"])
+class Wire(torch.autograd.Function):
+    """Rows as they arrive, and their gradients as they arrive."""
+
+    @staticmethod
+    def forward(ctx, rows, there, back):
+        ctx.back = back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.back(gradient), None, None
+
+
+def features_over_wire(cut: Cut, row, backbone, _body, *, secret: bytes) -> torch.Tensor:
+    """Features of a whole model whose rows go through messages at its cut: what a cut is, in one graph."""
+
+    def up(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
+        return down(add_noise(rows, noise=cut.noise, secret=secret, kind=kind) if cut.noise else rows)
+
+    def down(rows: torch.Tensor) -> torch.Tensor:
+        return decode_rows(encode_rows(rows, wire=cut.wire))[0].to(rows.dtype)
+
+    hidden = client_forward(backbone, row.ids, row.types, row.layout, blocks=cut.blocks)
+    rows = Wire.apply(hidden, partial(up, kind="activation"), down)
+    features = server_forward(backbone, rows, row.layout, blocks=cut.blocks)
+    return features if cut.head == "server" else Wire.apply(features, down, partial(up, kind="gradient"))
+
+
+@pytest.mark.parametrize("how", ["int8", "noise", "no clip", "checkpointing", "bf16", "fp16"])
 @pytest.mark.parametrize("head", ["server", "client"])
-def test_whatever_the_wire_and_the_step_it_is_the_simulation(tiny_of, site_of, spec_of, head, how: str) -> None:
-    tiny, wires = tiny_of("bert"), {"int8": {"wire": "int8"}, "noise": {"noise": 0.1}}
+def test_whatever_the_wire_and_the_step_it_is_the_whole_model_whose_rows_take_it(
+    tiny_of, site_of, spec_of, monkeypatch, head, how: str
+) -> None:
+    # ELECTRA projects its embeddings, so that under autocast its rows are of bf16.
+    tiny, wires = tiny_of("electra" if how == "bf16" else "bert"), {"int8": {"wire": "int8"}, "noise": {"noise": 0.1}}
     cut = Cut(blocks=1, head=head, **wires.get(how, {}))
     site, (job,) = federation(tiny, site_of, spec_of, [cut], **({"clip": 0.0} if how == "no clip" else {}))
     if how == "checkpointing":
         site = dataclasses.replace(site, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True))
-    (expected,) = train([job], site)
-    assert_same(over_the_cut("train", job, tiny, site)[0], expected)
+    site = dataclasses.replace(site, bf16=how == "bf16", fp16=how == "fp16")
+    found = over_the_cut("train", job, tiny, site)[0]
+    assert_same(found, *ACTIONS["train"]([job], site))
+    monkeypatch.setattr(
+        batching, "features_of_row", partial(features_over_wire, cut, secret=simulated_secret(0, "a-0"))
+    )
+    assert_same_model(found, whole("train", job, site))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_steps_that_overflow_in_fp16_are_skipped_on_both_sides(
+    tiny_of, site_of, spec_of, monkeypatch, head, clip: float
+) -> None:
+    tiny = tiny_of("bert")
+    site, (job,) = federation(tiny, site_of, spec_of, [Cut(blocks=1, head=head)], clip=clip)
+    site = dataclasses.replace(site, fp16=True)
+    usual = whole("train", job, site)
+    monkeypatch.setattr("atlas_fl.client.optimizer.LOSS_SCALE", 2.0**18)
+    found, expected = over_the_cut("train", job, tiny, site)[0], whole("train", job, site)
+    assert_same_model(found, expected)
+    assert found.metrics["loss"] != usual.metrics["loss"]
+    assert any(not torch.equal(found.params[key], own) for key, own in job.params.items())
 
 
 @pytest.mark.parametrize("action", ["train", "fingerprint", "evaluate"])
@@ -129,23 +188,23 @@ def first_rows(action: str, job: Job, site: Site, tiny) -> torch.Tensor:
 
 @pytest.mark.parametrize("max_tokens", [1, 4096])
 @pytest.mark.parametrize("head", ["server", "client"])
-def test_scores_over_the_cut_are_those_of_the_simulation(tiny_of, site_of, spec_of, head, max_tokens: int) -> None:
+def test_scores_over_the_cut_are_those_of_the_whole_model(tiny_of, site_of, spec_of, head, max_tokens: int) -> None:
     tiny = tiny_of("bert")
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=1, head=head), Cut(blocks=2, head=head)])
     site = dataclasses.replace(site, max_tokens=max_tokens)
     for job in jobs:
         asked = dataclasses.replace(job, options=EvaluateOptions(split="test"))
-        (expected,) = evaluate([asked], site)
         found, _, _ = over_the_cut("evaluate", asked, tiny, site)
-        assert_same(found, expected)
+        assert_same_model(found, whole("evaluate", asked, site))
+        assert_same(found, *ACTIONS["evaluate"]([asked], site))
         assert found.params is asked.params
 
 
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_labels_are_smoothed_over_a_cut_as_without_one(tiny_of, site_of, spec_of, head) -> None:
     site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, head=head)], label_smoothing=0.25)
-    (expected,) = train([dataclasses.replace(job, cut=None)], site)
-    assert_same_model(over_the_cut("train", job, tiny_of("bert"), site)[0], expected)
+    found = over_the_cut("train", job, tiny_of("bert"), site)[0]
+    assert_same_model(found, whole("train", job, site))
 
 
 ROWS, LENGTHS = torch.zeros(4, 32), torch.tensor([1, 3], dtype=torch.int32)

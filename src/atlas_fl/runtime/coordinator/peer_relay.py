@@ -100,10 +100,10 @@ class HostedTask:
             return {}
         names = trained_names(job.params, job.options)
         num_below = len(client_side_indices(backbone, names, job.options, self.side.cut))
-        clipped = job.options.clip > 0
+        tells_norms = job.options.clip > 0 or self.side.site.fp16
         return {
             "0/gradient": (self.num_tokens if num_below else 0, backbone.hidden),
-            "0/control": (len(names) - num_below if clipped else 0,),
+            "0/control": (len(names) - num_below if tells_norms else 0,),
         }
 
 
