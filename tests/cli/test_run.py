@@ -173,7 +173,7 @@ def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(atlas, ran
     assert {config.mixing.strategy for config in ran} == {"local", "fedavg", "centralized", "multitask"}
     rows = [line.split() for line in said.out.splitlines() if line.strip()]
     assert {"local", "fedavg"} <= {row[0] for row in rows} and "multitask" not in {row[0] for row in rows}
-    assert "All examples of a task in one place (`centralized`): 0." in said.out
+    assert "All examples of a task in one place (centralized): 0." in said.out
     said = atlas("compare", *words, "local", "multitask", "--control", "multitask")
     assert said.code == 2 and "--control is multitask, which has one client a task; allowed: a strategy of" in said.err
 

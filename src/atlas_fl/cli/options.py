@@ -186,7 +186,7 @@ class ResultsOptions:
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local that a
     federation has."""
     all: bool = False
-    """Write all tables of each federation, and not the first two alone."""
+    """Write also the tables that `atlas report` folds: clients, probabilities, tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
