@@ -203,7 +203,6 @@ def write_run(path: Path, scene: Scenario) -> Path:
         plan=plan,
         phase_seconds={"plan": 61.2, "train": 183.4, "mix": 0.8, "evaluate": 31.0},
         round_seconds={},
-        reused_seconds=0.0,
         memory={"rss_bytes": 1_234_000_000},
         full_model_bytes=90_900_000,
     )
