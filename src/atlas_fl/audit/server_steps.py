@@ -270,8 +270,6 @@ def _rotation(matrix: np.ndarray) -> np.ndarray:
 class Orthonormal(OfCohort):
     """FedSVD: the average of A and B, and of full rank the singular vectors of its product."""
 
-    moves_untrained = True
-
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
         """The average of a head, and a factor of the decomposition of the product of averages."""
         if key.startswith(HEAD):
