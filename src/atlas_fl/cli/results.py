@@ -134,7 +134,7 @@ def place(options: cli.PlaceOptions) -> int:
 def attack(options: cli.AttackOptions) -> int:
     """Print what the attack of these words learns; 0."""
     config = validate(options.settings)
-    key = "dfil" if options.what == CUTS else "client"
+    key = "read_averaged" if options.what == CUTS else "client"
     check_target(options.to, example="attack.json", is_own=lambda path: holds_json(path, keys=(key,)))
     given = {"--cuts": options.cuts or None, "--shadows": options.shadows, "--client": options.client}
     for flag in FLAGS_OF_NO_USE[options.what]:
