@@ -188,7 +188,7 @@ def config_of(folder: Path, shape: Shape, device: str, precision: str) -> Config
         training=TrainingConfig(pack_memory_gb=30, lr=1e-3),
         run=RunConfig(runs_dir=str(folder / "runs")),
     )
-    return with_values(base, {"precision": precision, "accelerator": device})
+    return with_values(base, {"precision": precision, "base_weights": precision, "accelerator": device})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def main() -> None:
     for index, cut in enumerate(by_way[WAYS[0]][0]):
         shares = {way: [draw[index].read for draw in draws] for way, draws in by_way.items()}
         cells = [f"{wire} noise {noise:g}: {format_share(reads)}" for (wire, noise), reads in shares.items()]
-        print(f"cut at {cut.blocks}: dFIL {cut.dfil:.3g}, " + ", ".join(cells))
+        print(f"cut at {cut.blocks}: " + ", ".join(cells))
 
 
 def format_share(shares: Sequence[float]) -> str:

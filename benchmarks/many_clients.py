@@ -104,9 +104,7 @@ def serve(folder: Path, count: int, rounds: int) -> None:
             sizes.append(resident())
             seconds.append(event.seconds)
 
-    service = ServerOptions(
-        certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=SECONDS, deadline_seconds=SECONDS
-    )
+    service = ServerOptions(certs=folder / "certs/server", host="127.0.0.1", port=0, wait=SECONDS, deadline=SECONDS)
     run_config(config_of(folder, rounds), backend=remote_backend(service), on_event=on_event)
     print(json.dumps({**marks, "sizes": sizes, "seconds": seconds}), flush=True)
 

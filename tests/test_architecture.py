@@ -34,7 +34,7 @@ OWNERS = {
     "wandb": "report/trackers/wandb.py",
     "yaml": ("config/", "report/html/charts.py"),
     "packaging": "storage/extras.py",
-    "jinja2": ("models/chat_template.py", "experiment/export.py", "report/html/elements.py", "report/results_page.py"),
+    "jinja2": ("models/chat_template.py", "experiment/export.py", "report/html/elements.py"),
     "vl_convert": ("report/drawing.py", "report/html/elements.py"),
 }
 """The only place that may import a package."""

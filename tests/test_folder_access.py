@@ -52,7 +52,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "experiment/export.py": ({"read_text": 1}, "a resource of this package"),
     "experiment/judge.py": ({"open": 1, "json.loads": 1}, "an address, and at most so many bytes of its answer"),
     "experiment/sweep.py": ({"json.loads": 1}, "between this process and its own workers"),
-    "report/results_page.py": ({"read_text": 1}, "this package"),
     "flower/server_app.py": ({"read_bytes": 1}, "certificates in a temporary folder of this process"),
     "models/files.py": (
         {"read_bytes": 2, "safe_open": 1},

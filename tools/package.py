@@ -39,7 +39,6 @@ FIRST = (
     "models/known.toml",
     "ranks/devices.toml",
     "report/html/page.html.jinja",
-    "report/results_page.md.jinja",
     "report/html/page.css",
     "report/html/page.js",
     "report/html/charts.yaml",

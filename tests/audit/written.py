@@ -162,12 +162,15 @@ def write_run(
         server or server_config(measure_round=2),
     )
     real = real or mixing
-    strategy = find_method(
-        real.strategy,
-        **{**vars(real), **vars(robust), **vars(server), "seed": seed},
-        scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
+    claimed, strategy = (
+        find_method(
+            words.strategy,
+            **{**vars(words), **vars(robust), **vars(server), "seed": seed},
+            scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
+        )
+        for words in (mixing, real)
     )
-    each = accepted_ranks(strategy)
+    each = accepted_ranks(claimed if accepted_ranks(claimed) != RANKS else strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
     ranks = RanksConfig(ranks="8") if mixing.strategy in ONE_RANK else RanksConfig()
     training = TrainingConfig(proximal_mu=ALPHA if mixing.strategy == "fedavg_dynamic" else 0.0)

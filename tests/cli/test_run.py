@@ -173,7 +173,7 @@ def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(atlas, ran
     assert {config.mixing.strategy for config in ran} == {"local", "fedavg", "centralized", "multitask"}
     rows = [line.split() for line in said.out.splitlines() if line.strip()]
     assert {"local", "fedavg"} <= {row[0] for row in rows} and "multitask" not in {row[0] for row in rows}
-    assert "All examples of a task in one place (`centralized`): 0." in said.out
+    assert "All examples of a task in one place (centralized): 0." in said.out
     said = atlas("compare", *words, "local", "multitask", "--control", "multitask")
     assert said.code == 2 and "--control is multitask, which has one client a task; allowed: a strategy of" in said.err
 
@@ -259,10 +259,8 @@ def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(a
     confirmed = [config for config in ran if config.run.seed in (42, 123)]
     assert [run_folder(config).tuning.is_file() for config in ran] == [config in confirmed for config in ran]
     said = atlas("results", str(tmp_path), "--control", "local")
-    assert "- `local`: 3 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation" in said.out
-    assert (
-        "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.005..0.02, second_weight 0.03..0.5; chosen" in said.out
-    )
+    assert "3 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen: local lr 0.01 (validation" in said.out
+    assert "3 settings tried on seeds 9001, 9002: lr 0.005..0.02, second_weight 0.03..0.5; chosen: ditto" in said.out
 
 
 def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(atlas, ran, tmp_path) -> None:

@@ -47,7 +47,7 @@ def test_values_that_tuning_tries_are_of_strategies_that_there_are_and_in_range(
     for setting in settings().values():
         assert setting.tried.keys() <= {*RULES, *METHODS}, setting.name
         numbers = [value for values in setting.tried.values() for value in values if not isinstance(value, str)]
-        assert setting.range is None or all(map(setting.range.contains, numbers)), setting.name
+        assert setting.range is None or all(map(setting.range.fits, numbers)), setting.name
 
 
 def test_values_are_given_as_text_under_either_spelling() -> None:

@@ -40,7 +40,6 @@ def outcome(**changes):
         "memory": {"rss_bytes": 10},
         "full_model_bytes": 1000,
         "round_seconds": {1: 3.0, 2: 4.0},
-        "reused_seconds": 1.5,
     }
     return summarise(**(given | changes))
 
@@ -98,7 +97,7 @@ def test_groups_events_seconds_and_the_rest() -> None:
     assert found["overall"]["final"]["test"]["gain_over_majority"] == pytest.approx(0.2)
     told = {key: REFUSED[key] for key in ("round", "client", "reason")}
     assert found["events"] == {"count": {"refused": 1}, "refused": [told]}
-    rounds = {"rounds": {"1": 3.0, "2": 4.0}, "round_mean": 3.5, "reused": 1.5}
+    rounds = {"rounds": {"1": 3.0, "2": 4.0}, "round_mean": 3.5}
     assert found["seconds"] == {"phases": {"plan": 2.0, "train": 5.0}, "total": 7.0, **rounds}
     assert found["run"] == {"name": "x", "seed": 1, "config_hash": "abc", "rounds": 2}
 
@@ -121,7 +120,7 @@ def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -
 def test_a_run_of_nothing_has_a_summary() -> None:
     found = outcome(metrics=[], ledger=[], phase_seconds={}, round_seconds={})
     assert found["clients"] == found["tasks"] == {}
-    assert found["seconds"] == {"phases": {}, "total": 0, "rounds": {}, "round_mean": 0, "reused": 1.5}
+    assert found["seconds"] == {"phases": {}, "total": 0, "rounds": {}, "round_mean": 0}
 
 
 def test_the_summary_is_strict_json_and_nothing_is_changed() -> None:

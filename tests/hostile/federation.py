@@ -269,7 +269,7 @@ def federate(
             found.notes.append(event.text)
         on_event(event)
 
-    service = ServerOptions(certs=Path("nowhere"), min_clients=least, wait_seconds=SECONDS, deadline_seconds=deadline)
+    service = ServerOptions(certs=Path("nowhere"), min_clients=least, wait=SECONDS, deadline=deadline)
     places = {
         "listening": federation.listening,
         "open_certs": lambda _: None,

@@ -72,10 +72,16 @@ def door(config: Callable[..., Config]) -> Iterator[Door]:
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"device": device_of(memory_gb="1e-9")}, "memory_gb='1e-9' is not allowed; give a number from 0.0001"),
+    ({"device": device_of(memory_gb="1e-9")}, "memory_gb='1e-9' is not allowed; give a number, at least 0.0001"),
     ({"device": device_of(memory_gb="0.01")}, "site-1 cannot take part: d has 10.7 MB of memory and training takes"),
-    ({"device": device_of(max_rank="1e15")}, "max_rank='1e15' is not allowed; give a whole number from 1 to 16384"),
-    ({"device": device_of(gflops="5e-324")}, "gflops='5e-324' is not allowed; give a number from 0.001 to 1e+09"),
+    (
+        {"device": device_of(max_rank="1e15")},
+        "max_rank='1e15' is not allowed; give a whole number, at least 1, at most 16384",
+    ),
+    (
+        {"device": device_of(gflops="5e-324")},
+        "gflops='5e-324' is not allowed; give a number, at least 0.001, at most 1e+09",
+    ),
     ({"device": device_of(gflops="1e-300")}, "gflops='1e-300' is not allowed"),
     ({"device": device_of(up_mbps="5e-324")}, "up_mbps='5e-324' is not allowed"),
     ({"device": device_of(latency_ms="1e15")}, "latency_ms='1e15' is not allowed"),
@@ -85,12 +91,12 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
         {"num_labels": 0, "label_names": [], "labels": {split: [0, 0] for split in CENSUS["labels"]}},
         "task 'mine' of site-1 is to write text, and no task of the settings does",
     ),
-    ({"left_out": 2_000_001}, "left_out is 2000001; allowed: whole number from 0 to 2000000"),
+    ({"left_out": 2_000_001}, "left_out is 2000001; allowed: at least 0, at most 2000000"),
     (
         {"num_labels": 1, "label_names": [], "labels": {split: [1e30, 1] for split in CENSUS["labels"]}},
-        "labels.train[0] is 1e+30; allowed: number from -1e+12 to 1e+12",
+        "labels.train[0] is 1e+30; allowed: at least -1e+12, at most 1e+12",
     ),
-    ({"num_labels": 10**4 + 1}, "num_labels is 10001; allowed: whole number from 0 to 10000"),
+    ({"num_labels": 10**4 + 1}, "num_labels is 10001; allowed: at least 0, at most 10000"),
     ({"task": "movie", "label_names": ["x", "y"]}, "site-1 has labels (x, y) judged by accuracy for task 'movie'"),
 )
 
@@ -119,7 +125,7 @@ def altered(draw: random.Random) -> dict[str, Any]:
         if place == "device":
             key = draw.choice(list(DEVICE_BOUNDS))
             inside = DEVICE_BOUNDS[key].least * 10 ** draw.uniform(0, 8)
-            device[key] = draw.choice([value, int(inside) if DEVICE_BOUNDS[key].whole else inside])
+            device[key] = draw.choice([value, int(inside) if key in ("max_rank", "adapter_bytes") else inside])
         elif place in ("examples", "labels", "lengths"):
             split = draw.choice(["train", "validation", "test"])
             said[place] = {**said[place], split: draw.choice([value, [value], [[value, 0, 4]], [[16, 0, value]]])}

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
 from atlas_fl.aggregation.distances import squared_distances
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.robust import (
     Robust,
@@ -165,11 +165,19 @@ def test_a_rule_of_values_is_that_of_dense_updates_cut_to_each_rank(name):
         assert {key: tensor.shape for key, tensor in found[client].items()} == {k: t.shape for k, t in params.items()}
 
 
-def test_a_few_rows_at_a_time_are_the_same_rows(monkeypatch):
-    whole = aggregate("median", adapters(5))
-    monkeypatch.setattr("atlas_fl.aggregation.lora_product.DENSE_VALUES", 5 * 12 * 3)
-    parts = aggregate("median", adapters(5))
-    assert all(torch.equal(whole[c][key], parts[c][key]) for c in whole for key in whole[c])
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_who_joins_later_begins_with_the_middle_of_the_others_and_not_with_their_mean(name):
+    held = vectors([[1.0, 1.0], [1.5, 1.0], [0.0, 0.0], [3.0, 2.0], [1e6, -1e6]])
+    fresh = {"c5": {"w": torch.zeros(2, dtype=torch.float64)}}
+    begun = find_method(name, trim=0.2).initial_models({}, held, fresh, federation(6))
+    wanted = [1.5, 1.0] if name == "median" else [(1 + 1.5 + 3) / 3, (0 + 1 + 1) / 3]
+    assert begun.keys() == {"c5"} and begun["c5"]["w"].numpy() == pytest.approx(np.array(wanted))
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_factors_of_other_ranks_have_no_middle(name):
+    with pytest.raises(ConfigError, match=f"--strategy {name} needs one rank, .* such as --ranks 8"):
+        find_method(name, space="factors").check(adapters(5), federation(5))
 
 
 @pytest.mark.parametrize("name", ROBUST)

@@ -56,10 +56,16 @@ def test_adapter_bytes_stand_in_for_the_upload_rate() -> None:
         (PHONE + ",", "unknown device setting ''"),
         (PHONE + ",max_rank=8", "sets max_rank twice; keep one"),
         ("phone=memory_gb=3,gflops=50", "lacks up_mbps, down_mbps, latency_ms, max_rank; a profile needs"),
-        (PHONE.replace("=50", "=-1"), "gflops='-1' is not allowed; give a number from 0.001 to 1e+09"),
-        (PHONE.replace("=50", "=1e-300"), "gflops='1e-300' is not allowed; give a number from 0.001 to 1e+09"),
+        (PHONE.replace("=50", "=-1"), "gflops='-1' is not allowed; give a number, at least 0.001, at most 1e+09"),
+        (
+            PHONE.replace("=50", "=1e-300"),
+            "gflops='1e-300' is not allowed; give a number, at least 0.001, at most 1e+09",
+        ),
         (PHONE.replace("=50", "=5e-324"), "gflops='5e-324' is not allowed"),
-        (PHONE.replace("gb=3", "gb=1e-9"), "memory_gb='1e-9' is not allowed; give a number from 0.0001 to 1000000"),
+        (
+            PHONE.replace("gb=3", "gb=1e-9"),
+            "memory_gb='1e-9' is not allowed; give a number, at least 0.0001, at most 1000000",
+        ),
         (PHONE.replace("max_rank=8", "max_rank=1e15"), "max_rank='1e15' is not allowed"),
         (PHONE.replace("=60", "=1e15"), "latency_ms='1e15' is not allowed"),
         ("p" * 101 + PHONE.removeprefix("phone"), "is no profile of a client; write name="),
@@ -67,10 +73,16 @@ def test_adapter_bytes_stand_in_for_the_upload_rate() -> None:
         (PHONE.replace("=50", "=inf"), "gflops='inf' is not allowed"),
         (PHONE.replace("=50", "=fast"), "gflops='fast' is not allowed"),
         (PHONE.replace("=50", "="), "gflops='' is not allowed"),
-        (PHONE.replace("=60", "=-60"), "latency_ms='-60' is not allowed; give a number from 0 to 100000"),
-        (PHONE.replace("max_rank=8", "max_rank=0"), "max_rank='0' is not allowed; give a whole number from 1 to 16384"),
+        (PHONE.replace("=60", "=-60"), "latency_ms='-60' is not allowed; give a number, at least 0, at most 100000"),
+        (
+            PHONE.replace("max_rank=8", "max_rank=0"),
+            "max_rank='0' is not allowed; give a whole number, at least 1, at most 16384",
+        ),
         (PHONE.replace("max_rank=8", "max_rank=8.5"), "max_rank='8.5' is not allowed"),
-        (PHONE + ",adapter_bytes=0", "adapter_bytes='0' is not allowed; give a whole number from 1 to 1e+12"),
+        (
+            PHONE + ",adapter_bytes=0",
+            "adapter_bytes='0' is not allowed; give a whole number, at least 1, at most 1e+12",
+        ),
     ],
 )
 def test_a_bad_profile_is_one_clear_line(text: str, message: str) -> None:

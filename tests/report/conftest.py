@@ -14,7 +14,8 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.summary import summarise
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import FinishedRun
-from atlas_fl.report.results_page import write_page
+from atlas_fl.report.html.comparison_page import federations_page
+from atlas_fl.report.html.elements import markdown
 from atlas_fl.rng import generator
 from atlas_fl.storage.jsonl import append_rows, write_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -30,7 +31,7 @@ MEMORY |= {"adapters and head": 1_900_000, "gradients": 1_900_000, "Adam moments
 
 def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
     """The page of these runs, as `atlas results` writes it."""
-    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control, every_table=True)
+    return markdown(federations_page(federation_results(runs, control=control)), folded=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,6 @@ def write_run(path: Path, scene: Scenario) -> Path:
         plan=plan,
         phase_seconds={"plan": 61.2, "train": 183.4, "mix": 0.8, "evaluate": 31.0},
         round_seconds={},
-        reused_seconds=0.0,
         memory={"rss_bytes": 1_234_000_000},
         full_model_bytes=90_900_000,
     )

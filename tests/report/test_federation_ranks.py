@@ -77,4 +77,4 @@ def test_methods_that_are_not_in_all_federations_are_named() -> None:
     compared = [compared_runs(names) for names in (("local", "fedavg", "fedper"), ("local", "fedavg"))]
     ranks = rank_if_several(compared)
     assert ranks is not None and set(ranks.average_ranks) == {"local", "fedavg"}
-    assert "not ranked, as not in all federations: `fedper` (1)" in ranks_table(ranks, control="local").note
+    assert "not ranked, as not in all federations: fedper (1)" in ranks_table(ranks, control="local").note

@@ -104,7 +104,7 @@ DITTO = TunedMethod(
     ),
 )
 SAID = (
-    "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen lr 0.01,"
+    "3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen: ditto lr 0.01,"
     " second_weight 0.1 (validation 0.900)"
 )
 
@@ -133,8 +133,8 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
 @pytest.mark.slow
 def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned) -> None:
     page = results_page(find_finished_runs([tuned]), control="fedavg")
-    assert f"Tuned by validation:\n\n{SAID}\n- no tuning on record: `local`, `fedavg`, `fedper`\n" in page
-    assert "no tuning on record;" not in page
+    assert f"\n\n{SAID}.\n\nNo tuning on record: local, fedavg, fedper.\n" in page
+    assert "Settings of each method" not in page, "what was tuned is said once"
     file = tuned / "rows.csv"
     file.write_text(to_csv(find_finished_runs([tuned])))
     assert results_page(find_finished_runs([file]), control="fedavg") == page
@@ -143,7 +143,7 @@ def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned) -> None:
 def test_without_a_record_a_page_says_that_there_is_none(make_federation, tmp_path) -> None:
     make_federation(2)
     page = results_page(find_finished_runs([tmp_path]), control="fedavg")
-    assert "all methods with --lr 0.01; no tuning on record; 4 clients" in page
+    assert "Settings of all its runs: lr=0.01.\n\nNo tuning on record: local, fedavg, fedper.\n\nMeans over 4" in page
 
 
 def test_some_runs_without_a_record_are_counted(tuned) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from atlas_fl.report.finished_runs import COLUMNS, find_finished_runs, read_csv,
 from atlas_fl.report.statistics import compare_with_control
 from tests.report.conftest import results_page
 
+SECTIONS = ("what came out", "against fedavg", "score against costs")
 GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 
 
@@ -34,14 +34,13 @@ def test_a_table_says_what_the_statistics_say(make_federation, tmp_path) -> None
     page = page_of([tmp_path], control="fedavg")
     row = next(line for line in page.splitlines() if line.startswith("| `fedper` | +"))
     assert row.startswith(f"| `fedper` | {pair.mean:+.3f} | "), "all seeds differ by as much: there is no interval"
-    assert "seeds 1, 2, 3, with which no p is below 0.25." in page
+    assert "Means over 4 clients and the seeds 1, 2, 3." in page
     make_federation(2, gains={"flexlora": GAINS["fedavg"]})
     again = page_of([tmp_path], control="fedavg")
     assert "| `flexlora` | +0.000 |" in again
-    assert "with which no p is below 0.25." in again, "equal bits say nothing of what the seeds can show"
-    start = page.index("## contradiction, dial 2\n\nfedper is ahead of fedavg by 0.0")
-    about = "\n\nshare of the clients whose classes are reversed: 1/4; all methods with --lr"
-    assert page.index(about) == page.index("\n\n", start + 30)
+    start = page.index("## contradiction, dial 2: what came out\n\nfedper is ahead of fedavg by 0.0")
+    about = "\n\nshare of the clients whose classes are reversed: 1/4.\n\nSettings of all its runs: lr=0.01.\n\n"
+    assert page.index(about) == page.index("\n\n", start + 45)
     assert f"| `fedavg` | {scores['fedavg'].mean():.3f} ±" in page
 
 
@@ -61,7 +60,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation, tmp_path) -> No
     assert [result.title for result in results] == ["contradiction, dial 1", "contradiction, dial 3"]
     ranks = rank_if_several([result.comparison for result in results if result.comparison is not None])
     assert ranks is not None and ranks.average_ranks == {"local": 2.0, "fedavg": 2.0, "fedper": 2.0}
-    assert "Average rank over 2 federations" in page_of([tmp_path], control="fedavg")
+    assert "Note: 1 is the best of 2 federations; Friedman p" in page_of([tmp_path], control="fedavg")
 
 
 @pytest.mark.slow
@@ -70,8 +69,8 @@ def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(make_federat
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     page = page_of([tmp_path], control="fedavg").splitlines()
-    start = page.index("## At a glance")
-    head, control, *rows = page[start + 4], page[start + 6], *page[start + 7 : start + 10]
+    start = page.index("*At a glance*")
+    head, control, *rows = page[start + 2], page[start + 4], *page[start + 5 : start + 8]
     assert head == "| method | contradiction, dial 1 | contradiction, dial 3 |"
     means = [result.comparison.rows["fedavg"].statistics.mean for result in results if result.comparison is not None]
     assert control == f"| `fedavg` | {means[0]:.3f} | {means[1]:.3f} |"
@@ -90,7 +89,7 @@ def test_a_method_that_lacks_seeds_is_named_and_in_no_table(make_federation, tmp
     make_federation(2)
     make_federation(2, gains={"fedsa": 0.1}, seeds=(1,))
     page = page_of([tmp_path], control="fedavg")
-    assert "`fedsa` lacks the seeds 2, 3 and is in no table." in page
+    assert "fedsa lacks the seeds 2, 3, and is in no table." in page
     assert "| `fedsa` |" not in page
 
 
@@ -102,7 +101,7 @@ def test_what_was_tuned_stands_beside_the_name(make_federation, tmp_path) -> Non
     (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     assert set(result.comparison.rows) == {"local", "fedavg", "fedper lr=0.01", "fedper lr=0.05"}
     assert result.own_settings == {"local": "lr=0.01", "fedavg": "lr=0.01"}
-    assert "settings of each method: `local` lr=0.01, `fedavg` lr=0.01; " in page_of([tmp_path], control="fedavg")
+    assert "Settings of each method: local lr=0.01, fedavg lr=0.01." in page_of([tmp_path], control="fedavg")
     assert result.comparison.seeds == (1, 2, 3), "development seeds are no results"
     with pytest.raises(ConfigError, match=r"--control is fedper, and .* has fedavg, fedper lr=0\.01, .*; name one of"):
         federation_results(find_finished_runs([tmp_path]), control="fedper")
@@ -139,9 +138,9 @@ def test_references_in_one_place_have_lines_of_their_own_by_hand(make_federation
     make_federation(2, gains={"centralized": 0.0}, seeds=(1, 2))
     make_federation(2, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
     page = page_of([tmp_path], control="fedavg")
-    assert "All examples of a task in one place (`centralized`): " in page and "over 2 seeds." in page
-    assert "All examples in one place, one adapter (`multitask`): " in page and "over 1 seed." in page
-    assert "(`multitask`)" not in before
+    assert "All examples of a task in one place (centralized): " in page and "over 2 seeds." in page
+    assert "All examples in one place, one adapter (multitask): " in page and "over 1 seed." in page
+    assert "(multitask)" not in before
     assert "| `multitask` |" not in page
 
 
@@ -154,8 +153,7 @@ def test_rows_give_the_page_of_the_folders_they_come_from(make_federation, tmp_p
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md"), "--csv", str(file)]) == 0
     assert page_of([file], control="fedavg") == page
     runs = find_finished_runs([tmp_path])
-    untimed = [replace(run, scores=replace(run.scores, seconds=None, reused_seconds=None)) for run in runs]
-    assert read_csv(file) == untimed, "rows have no times"
+    assert read_csv(file) == list(runs)
     # rows of some runs and folders of others, and a run that is in both counts once
     file.write_text(to_csv(runs[: len(runs) // 2]))
     assert page_of([file, tmp_path], control="fedavg") == page
@@ -206,13 +204,13 @@ def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(make_federat
     assert not file.exists()
     make_federation(3)
     assert main(["results", str(tmp_path), "--to", str(file)]) == 0
-    said = "No comparison: no method has the seeds of the control. There are local 1, 2 and fedavg 3."
+    said = "No method has the seeds of the control; there are local 1, 2 and fedavg 3."
     assert said in file.read_text()
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     assert [result.comparison is None for result in results] == [True, False]
 
 
-def test_without_a_word_a_page_has_two_tables_a_federation_and_speaks_of_what_was_run(
+def test_without_a_word_a_page_has_three_tables_a_federation_and_speaks_of_what_was_run(
     make_federation, tmp_path
 ) -> None:
     make_federation(2, gains={"ditto": 0.02, "atlas": 0.1})
@@ -220,10 +218,11 @@ def test_without_a_word_a_page_has_two_tables_a_federation_and_speaks_of_what_wa
     assert main(["results", str(tmp_path), "--to", str(file)]) == 0
     page = file.read_text()
     titles = [line for line in page.splitlines() if line.startswith("*") and line.endswith("*")]
-    assert titles == ["*Scores*", "*Against atlas*"]
+    assert titles == ["*Scores*", "*Against atlas*", "*Costs*"]
     assert "fedavg" not in page.lower() and "`local`" not in page
     assert main(["results", str(tmp_path), "--all", "--to", str(file)]) == 0
-    assert "*Costs*" in file.read_text() and "FedAvg (`" not in file.read_text()
+    titles = [line.strip("*") for line in file.read_text().splitlines() if line.startswith("*")]
+    assert titles == ["Scores", "Clients", "Probabilities", "Against atlas", "Tests against atlas", "Costs"]
     assert main(["results", str(tmp_path), "--control", "ditto", "--to", str(file)]) == 0
     assert "*Against ditto*" in file.read_text()
 
@@ -232,5 +231,5 @@ def test_a_page_is_of_its_runs_and_of_no_claims(make_federation, tmp_path) -> No
     make_federation(2, gains={"local": 0.0, "local_prior": 0.1, "fedavg": 0.05, "atlas": 0.2})
     page = page_of([tmp_path], control="fedavg")
     titles = [line for line in page.splitlines() if line.startswith("## ")]
-    assert titles == ["## contradiction, dial 2"]
+    assert titles == [f"## contradiction, dial 2: {what}" for what in SECTIONS]
     assert "promise" not in page and ".913" not in page

@@ -33,7 +33,7 @@ SMALL: Mapping[str, Any] = {
     **{"samples": 16, "validation_samples": 6, "test_samples": 6, "rounds": 3, "lr": 0.02, "eval_every": 3},
     **{"participation": 0.75, "audit": False, "clients_per_task": 2, "tasks": "movie+trec"},
 }
-MEASURED = {"seconds", "utilisation", "reused_seconds"}
+MEASURED = {"seconds", "utilisation"}
 """What a clock says of a round."""
 
 

@@ -89,7 +89,9 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
     assert "movie-0 cannot take part: none fits no cut of" in small.end(2).splitlines()[-1]
     assert "the digest of the architecture of" in altered.end(2).splitlines()[-1]
     slow = fed.join("movie-1", port, device=f"slow={TINY}".replace("gflops=20", "gflops=1e-300"))
-    assert "gflops='1e-300' is not allowed; give a number from 0.001 to 1e+09" in slow.end(2).splitlines()[-1]
+    assert (
+        "gflops='1e-300' is not allowed; give a number, at least 0.001, at most 1e+09" in slow.end(2).splitlines()[-1]
+    )
     said = server.end(2).splitlines()[-1]
     assert "missing: movie-0 (refused: movie-0 cannot take part: none fits no cut of" in said
     assert "movie-1 (refused: client 'movie-1' has architecture" in said

@@ -1,16 +1,14 @@
 """Runs of a comparison at once, each in a process of its own."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, run_folder
+from atlas_fl.config import run_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, run_all
-from atlas_fl.runtime.reuse import REUSED_RESULTS
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
 
@@ -45,23 +43,3 @@ def test_runs_that_share_work_end_in_the_bits_of_runs_alone(config: Make, tmp_pa
             ]
         assert sorted(folder.rglob("state.safetensors"))
         passing_audit(folder)
-
-
-@pytest.mark.core
-def test_a_run_says_the_seconds_that_reused_results_had_taken_over_all_its_sessions(config: Make) -> None:
-    """The second of two strategies finds what the first computed, stops after a round, and goes on in another process:
-    what it reused before it stopped is still in its summary."""
-    base = config(rounds=2, samples=8, adapted_blocks=1)
-    first, second = grid(base, over={"strategy": ("local", "fedavg")}, seeds=(1,))
-    with REUSED_RESULTS.remember() as results:
-        run_config(first.config)
-        assert reused(first.config) == results.saved_seconds
-        before = results.saved_seconds
-        run_config(replace(second.config, run=replace(second.config.run, max_rounds=1)))
-        saved = results.saved_seconds - before
-    run_config(second.config, resume=True)
-    assert reused(second.config) == pytest.approx(saved) and saved > 0
-
-
-def reused(config: Config) -> float:
-    return float(json.loads(run_folder(config).summary.read_text())["seconds"]["reused"])

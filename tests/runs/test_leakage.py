@@ -63,10 +63,8 @@ def test_the_shares_are_those_of_scikit_learn_on_the_stock_models_states(config:
         assert found.commonest == pytest.approx((wanted == commonest).mean())
 
 
-def test_noise_hides_tokens_and_changes_no_dfil(config: Make) -> None:
+def test_noise_hides_tokens(config: Make) -> None:
     plain, noisy = (measure_leakage(config(wire_noise=noise), cuts=[0, 2]) for noise in (0.0, 4.0))
-    assert [row.dfil for row in plain] == [row.dfil for row in noisy]
-    assert plain[0].dfil == 1.0
     for before, after in zip(plain, noisy, strict=True):
         assert after.read < before.read - 0.2
 

@@ -47,9 +47,7 @@ class Watched:
             return answer
 
         patch.setattr(Sessions, "handle", counted)
-        service = ServerOptions(
-            certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=60, deadline_seconds=60
-        )
+        service = ServerOptions(certs=folder / "certs/server", host="127.0.0.1", port=0, wait=60, deadline=60)
         self.result = run_config(config, backend=remote_backend(service), on_event=self.on_event)
         for thread in self._threads:
             thread.join(60)

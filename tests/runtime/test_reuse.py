@@ -57,7 +57,6 @@ def test_equal_jobs_are_computed_once_and_have_the_same_bits(site_and_job: tuple
     with results.remember():
         copied = dataclasses.replace(job, params={key: tensor.clone() for key, tensor in job.params.items()})
         updates = [reusing.run("train", [each])[0] for each in (job, copied)]
-        assert results.saved_seconds > 0
     assert engine.asked == ["train"]
     for update in updates:
         assert all(torch.equal(update.params[key], alone.params[key]) for key in alone.params)

@@ -24,8 +24,6 @@ from atlas_fl.rng import torch_generator
 
 RELATIVE_RANK = 1e-6
 """Singular values below this share of the largest are zero: float32 factors hold no more."""
-DENSE_VALUES = 2**23
-"""Values of dense updates that are formed together."""
 INPUT_NOISE = 1e-7
 """So are those below this share of the largest summand: what cancels leaves rounding behind."""
 
@@ -80,30 +78,6 @@ def truncated_svd(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]
         right *= (signs * root)[:, None]
         components.append(Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace())))
     return components
-
-
-def leading_reduced(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    *,
-    reduce: Callable[[Tensor], Tensor],
-    ranks: Sequence[int],
-) -> list[Leading]:
-    """For each rank the best factors of what `reduce` makes of the dense updates s B A, in float64.
-
-    They are formed some rows at a time, so that those of all clients are never there at once.
-    """
-    d_out, d_in = b[0].shape[0], a[0].shape[1]
-    rows = max(1, DENSE_VALUES // (len(a) * d_in))
-    wide, tall = [tensor.double() for tensor in a], [tensor.double() * scale for tensor, scale in zip(b, scales)]
-    parts = [
-        reduce(torch.stack([left[first : first + rows] @ right for left, right in zip(tall, wide)]))
-        for first in range(0, d_out, rows)
-    ]
-    update = torch.cat(parts)
-    best = leading_dense(update, rank=max(ranks), noise=0.0)
-    return [best] * len(ranks)
 
 
 def leading_dense(update: Tensor, *, rank: int, noise: float = 0.0) -> Leading:

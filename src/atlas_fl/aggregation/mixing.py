@@ -92,9 +92,6 @@ def components_of(matrix: Square) -> tuple[int, ...]:
 Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
 """Clients, by position, and the new tensor that they all get."""
 
-Reduce: TypeAlias = Callable[[Tensor], Tensor]
-"""From (clients, ...) to (...), value by value: what a rule that is no mixing matrix does in the place of a sum."""
-
 
 def _weights(rows: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(rows).to(device=like.device, dtype=like.dtype)
@@ -105,26 +102,11 @@ def _flat(stack: Tensor) -> Tensor:
     return stack.flatten(1) if stack.dtype in (torch.float32, torch.float64) else stack.flatten(1).float()
 
 
-def _apply_rows(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor:
-    """(rows, values): the weighted sums of the stack, or what `reduce` makes of it.
-
-    Then all sources count alike, and a row over their equal weight is what each of them is scaled by.
-    """
-    if reduce is None:
-        return _weights(rows, flat) @ flat
-    scales = rows * rows.shape[1]
-    alike = np.allclose(scales, 1, rtol=1e-12)
-    means = [
-        reduce(flat if alike else flat * _weights(row, flat)[:, None]) for row in (scales[:1] if alike else scales)
-    ]
-    return torch.stack(means * (len(rows) // len(means)))
-
-
-def mix_plain(tensors: Mapping[int, Tensor], group: Group, reduce: Reduce | None = None) -> Iterator[Moved]:
+def mix_plain(tensors: Mapping[int, Tensor], group: Group) -> Iterator[Moved]:
     """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor."""
     first = tensors[group.sources[0]]
     stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources]))
-    mixed = _apply_rows(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
+    mixed = (_weights(group.rows, stack) @ stack).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
     rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
     return zip(group.targets, rows)
@@ -147,7 +129,6 @@ def mix_factor(
     lead: Mapping[int, int] | None,
     scales: Mapping[int, float] | None,
     keep_own: bool,
-    reduce: Reduce | None = None,
 ) -> Iterator[Moved]:
     """The mixed factor of every target, each with its own rank; the rank is the first axis (pass B transposed).
 
@@ -162,7 +143,7 @@ def mix_factor(
     for position, k in enumerate(group.sources):
         stack[position, : factors[k].shape[0]] = factors[k]
     flat = _flat(stack)
-    mixed = _apply_rows(rows, flat, reduce).to(first.dtype).view(-1, longest, first.shape[1])
+    mixed = (_weights(rows, flat) @ flat).to(first.dtype).view(-1, longest, first.shape[1])
     for row, clients in zip(mixed, targets):
         for k in clients:
             client_factor = factors[k]
@@ -200,7 +181,6 @@ class Mixture:
     matrices: Callable[[str], np.ndarray]
     align: str
     scale: Callable[[int], float]
-    reduce: Reduce | None
     _found: dict[int, tuple[np.ndarray, tuple[Group, ...]]] = field(default_factory=dict)
 
     def groups(self, key: str) -> tuple[Group, ...]:
@@ -231,7 +211,7 @@ class Mixture:
             tensors = self.holders(group, key)
             shapes = {tensor.shape for tensor in tensors.values()}
             if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
-                yield from mix_plain(tensors, group, self.reduce)
+                yield from mix_plain(tensors, group)
             elif shapes and not is_factor:
                 raise ProtocolError(
                     f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name"
@@ -240,10 +220,10 @@ class Mixture:
             elif is_b:
                 scales = {k: self.scale(tensor.shape[1]) for k, tensor in tensors.items()}
                 turned = {k: tensor.T for k, tensor in tensors.items()}
-                mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False, reduce=self.reduce)
+                mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False)
                 yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
             elif shapes:
-                yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True, reduce=self.reduce)
+                yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True)
 
     def mix_product(self, group: Group, module: str) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
         """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
@@ -254,12 +234,9 @@ class Mixture:
         counts = [a[k].shape[0] for k in sources]
         factors = [a[k] for k in sources], [b[k] for k in sources], [self.scale(r) for r in counts]
         longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
-        if self.reduce is None:
-            stack_a, stack_b = lora_product.stack_factors(*factors)
-            weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
-            components = lora_product.truncated_svd(stack_a, stack_b, weights, ranks=longest)
-        else:
-            components = lora_product.leading_reduced(*factors, reduce=self.reduce, ranks=longest)
+        stack_a, stack_b = lora_product.stack_factors(*factors)
+        weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
+        components = lora_product.truncated_svd(stack_a, stack_b, weights, ranks=longest)
         for best, targets in zip(components, group.targets):
             yield from lora_product.fit_clients(best, targets, a, b, scale=self.scale)
 

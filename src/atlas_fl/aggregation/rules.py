@@ -22,7 +22,7 @@ from atlas_fl.aggregation.matrices import (
     group_ids,
     layer_factors,
 )
-from atlas_fl.aggregation.mixing import Mixed, Mixture, Reduce
+from atlas_fl.aggregation.mixing import Mixed, Mixture
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
 
@@ -214,17 +214,12 @@ class StrategyOptions:
         return self.rounds - self.personal_rounds
 
 
-def mix(
-    models: ByClient, matrices: Matrices, clients: Sequence[str], options: StrategyOptions, reduce: Reduce | None = None
-) -> Mixed:
+def mix(models: ByClient, matrices: Matrices, clients: Sequence[str], options: StrategyOptions) -> Mixed:
     """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
 
     In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
     client's own rank. Who has the identity's row keeps the very same tensors. Raises ProtocolError where models that
     should mix hold different tensors.
-
-    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
-    value, in product space those of the dense updates.
     """
     params = tuple(models[client] for client in clients)
     mixture = Mixture(
@@ -233,7 +228,6 @@ def mix(
         matrices=matrices,
         align=options.align,
         scale=options.scale,
-        reduce=reduce,
     )
     shared = dict.fromkeys(key for one in params for key in shared_params(one, options.share))
     in_factors = options.space == "factors"

@@ -127,7 +127,6 @@ class Mean(Formula):
     within: str = "all"
     """`all`, `clusters`, or `settings` for what these say."""
     shares: Shares = by_examples
-    reduction: Callable[[Step, np.ndarray], np.ndarray] | None = None
     clusters: tuple[int, ...] | None = None
     """Cluster of each client; None for those of the plan."""
 

@@ -13,7 +13,7 @@ from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, fart
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, open_run
-from atlas_fl.audit.sent import check_bytes, check_kept, check_sent
+from atlas_fl.audit.sent import check_kept, check_sent
 from atlas_fl.audit.step import Formula, Step, compare_states
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
@@ -100,7 +100,7 @@ class RunCheck:
             self.held, self.state = after, run.state_after(round, self.state)
             if run.is_aggregated(round):
                 self.server_models = run.models(round, "anchor") if run.mixing.personal_models else after
-        yield from (row._replace(run=run.path.name) for row in (*check_bytes(run), *check_privacy(run)))
+        yield from (row._replace(run=run.path.name) for row in check_privacy(run))
 
     def _named(self, round: int, rows: Iterable[AuditRow]) -> Iterator[AuditRow]:
         yield from (row._replace(run=self.run.path.name, round=round) for row in rows)

@@ -1,28 +1,20 @@
-"""Audit of what goes beside models, and of what clients keep: corrections, class means, second models, bytes.
+"""Audit of what goes beside models, and of what clients keep: corrections, class means, second models.
 
-What was sent is computed again from the state or the controls of the round before, value by value in float64. Where
-parts of a model do not train, every tensor that trained in a round, or changed at any client, goes up and down; the
-others go nowhere, but to clients that missed a round, which are sent a whole model first.
+What was sent is computed again from the state or the controls of the round before, value by value in float64.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-from safetensors.torch import save
-from torch import Tensor
 
-from atlas_fl.audit.averages import MEAN
 from atlas_fl.audit.class_features import class_means
 from atlas_fl.audit.dense import arrays, bound_weights, numbers, same_tensors
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
-from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Flat, Models, Run, reading
+from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Flat, Models, Run
 from atlas_fl.audit.step import Values, compare_values
-from atlas_fl.params import HEAD, LORA_A, LORA_B
-from atlas_fl.storage.jsonl import read_rows
 
 TOLERANCE = 1e-5
 """Tolerance of a value over the largest of its tensor."""
@@ -95,64 +87,3 @@ def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> It
             elif client in trained and not now.get(client) and kind != "control":
                 fault = f"it trained, and has no {nouns.get(kind, kind)} of its own"
             yield AuditRow(check, client, fault)
-
-
-def check_bytes(run: Run) -> Iterator[AuditRow]:
-    """A row for each round and client that took part; nothing in runs that send all that they share."""
-    if not _is_partly_trained(run):
-        return
-    ledger: Counter[tuple[int, str, str]] = Counter()
-    file = run.path / "ledger.jsonl"
-    with reading(file, "ledger of a run"):
-        for row in read_rows(file):
-            if row["kind"] in ("adapter", "head", "weights"):
-                ledger[row["round"], row["client"], row["direction"]] += row["bytes"]
-    models, outdated = run.models(0, "start"), set[str]()
-    for round in filter(run.is_aggregated, run.rounds):
-        record, after = run.record(round), run.models(round, "start")
-        joined = run.models_if_any(round, "start", joined=True)
-        before = {**models, **joined}
-        outdated |= joined.keys()
-        changed = {
-            client: {key for key, tensor in params.items() if not tensor.equal(before[client][key])}
-            for client, params in after.items()
-        }
-        frozen = _frozen_keys(run, round, after)
-        unsent = frozen - set().union(*changed.values())
-        unsent_up = frozen if formula_of(run).moves_untrained else unsent
-        present = {name for name in record.participants if record.refused.get(name) != NO_ANSWER}
-        for name in sorted(present):
-            whole, part = _size(after[name], ()), _size(after[name], unsent)
-            up = 0 if name in record.refused else _size(after[name], unsent_up)
-            expected = {"up": up, "down": part + whole * (name in outdated)}
-            actual = {way: ledger[round, name, way] for way in expected}
-            fault = "" if actual == expected else f"the ledger has {actual}, and what was to be sent is {expected}"
-            yield AuditRow("sent", name, fault, round=round)
-        models, outdated = after, (outdated | {name for name, keys in changed.items() if keys}) - present
-
-
-def _is_partly_trained(run: Run) -> bool:
-    """Return whether a part of what the run shares does not train, and all goes as whole tensors in every round."""
-    settings, mixing = run.settings, run.mixing
-    is_simple = run.mask is None and settings.split.split == "none" and not settings.ranks.rerank
-    is_complete = run.rounds == tuple(range(1, len(run.rounds) + 1))
-    is_whole = set(mixing.share) == {"A", "B", "head"} and mixing.aggregate_every == 1 and not mixing.personal_models
-    is_mean = formula_of(run) == MEAN or formula_of(run).moves_untrained
-    return settings.training.trained_parts != "all" and is_simple and is_complete and is_whole and is_mean
-
-
-def _frozen_keys(run: Run, round: int, models: Models) -> set[str]:
-    """The names of what does not train in this round."""
-    parts = run.settings.training.trained_parts
-    still = {"alternate": LORA_B if round % 2 == 0 else LORA_A, "B": LORA_A}.get(parts)
-    names = {key for params in models.values() for key in params}
-    if parts in ("head", "without_head"):
-        return {key for key in names if key.startswith(HEAD) != (parts == "head")}
-    return {key for key in names if still is not None and key.endswith(still)}
-
-
-def _size(model: Mapping[str, Tensor], unsent: Collection[str]) -> int:
-    """Bytes of adapters and head, a message each."""
-    names = [key for key in sorted(model) if key not in unsent]
-    parts = [[key for key in names if key.startswith(HEAD) == is_head] for is_head in (False, True)]
-    return sum(len(save({key: model[key].contiguous() for key in part})) for part in parts if part)

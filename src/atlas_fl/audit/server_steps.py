@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.audit.averages import Averaging, Mean
+from atlas_fl.audit.averages import Averaging, Mean, alike
 from atlas_fl.audit.dense import arrays, decompose, is_compared, is_mixed, numbers, update
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, Value, compare_values
@@ -137,6 +137,19 @@ class OfCohort(Averaging):
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
         """The next value from these clients' updates, and the size of what went in."""
         return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Middle(OfCohort):
+    """Median or trimmed mean of every value; its size is that of most, since one far value does not move it."""
+
+    average = Mean(within="settings", shares=alike)
+    reduction: Callable[[Step, np.ndarray], np.ndarray]
+
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The middle of what was trained."""
+        values = np.stack([step.value(step.trained, one, key) for one in there])
+        return self.reduction(step, values), float(np.median([np.linalg.norm(value) for value in values]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +282,6 @@ def _rotation(matrix: np.ndarray) -> np.ndarray:
 
 class Orthonormal(OfCohort):
     """FedSVD: the average of A and B, and of full rank the singular vectors of its product."""
-
-    moves_untrained = True
 
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
         """The average of a head, and a factor of the decomposition of the product of averages."""

@@ -118,8 +118,6 @@ class Formula:
     """True if the rule has a step size eta, which records hold."""
     mixes = True
     """False if everyone keeps its own model."""
-    moves_untrained = False
-    """True if the server moves what does not train, which then goes down and does not come up."""
     reduction: Callable[[Step, np.ndarray], np.ndarray] | None = None
     """Reduction of the clients' values, (clients, ...), to one; None for a weighted sum."""
     value: Callable[[Step, int, str], Value | None] | None = None

@@ -12,6 +12,7 @@ from atlas_fl.cli.arguments import Words, base_config
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.tables import outcome
 from atlas_fl.config import pinned_hash, validate
+from atlas_fl.deployment.consent import ServiceChoices, SiteChoices, choices_of
 from atlas_fl.deployment.server import remote_backend, serve_final_models
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.deployment.site import SiteOptions, join_federation
@@ -28,16 +29,7 @@ def serve(options: cli.ServeOptions) -> int:
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-    service = ServerOptions(
-        certs=Path(options.certs),
-        host=options.host,
-        port=options.port,
-        min_clients=options.min_clients,
-        wait_seconds=options.wait,
-        deadline_seconds=options.deadline,
-        late=options.late,
-        without=options.without,
-    )
+    service = ServerOptions(**choices_of(ServiceChoices, options), certs=Path(options.certs))
     with show_progress() as on_event, going_on("the same command"), _sigterm_as_ctrl_c():
         if config.robust.max_share < 1:
             bound = f"--max-share {config.robust.max_share:g} bounds what a claim of examples weighs in an average"
@@ -66,7 +58,9 @@ def join(options: cli.JoinOptions) -> int:
     pinned = None
     if settings is not None:  # the hash of the settings that `atlas serve` has with this file
         pinned = pinned_hash(base_config([Words("--config", (settings,))], implied=cli.ServeOptions.implied))
-    joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
+    joining = SiteOptions(
+        **choices_of(SiteChoices, options), address=options.address, certs=Path(options.certs), config=pinned
+    )
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)
     where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
-from atlas_fl.deployment.consent import SiteChoices
+from atlas_fl.deployment.consent import ServiceChoices, SiteChoices
 from atlas_fl.methods.knobs import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
@@ -186,7 +186,7 @@ class ResultsOptions:
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local that a
     federation has."""
     all: bool = False
-    """Write all tables of each federation, and not the first two alone."""
+    """Write also the tables that `atlas report` folds: clients, probabilities, tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,28 +331,12 @@ class SearchOptions(SettingsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(SettingsOptions):
+class ServeOptions(ServiceChoices, SettingsOptions):
     """Train a federation whose clients join from other machines, each with its own certificate and data. The same
     command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
 
     certs: str = "certs/server"
     """The folder `server` of `atlas certs make`; its clients.txt lists who may join."""
-    host: str = "0.0.0.0"
-    """Address of this machine to listen on; 0.0.0.0 for all."""
-    port: int = 8470
-    """Port to listen on; 0 for a free one."""
-    min_clients: int = 0
-    """Fewest clients that the plan and every round need; 0 for all that are listed."""
-    wait: float = 600.0
-    """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
-    not got their model."""
-    deadline: float = 600.0
-    """Seconds that a client has for a job; who lets it pass misses the round."""
-    without: tuple[str, ...] = ()
-    """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
-    without this once they are back."""
-    late: bool = True
-    """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
     """Clients of a complete run that get their model once more: they had it, and its files are lost."""
     implied: ClassVar[Mapping[str, Any]] = {"max_share": 0.5}

@@ -23,9 +23,10 @@ from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
 from atlas_fl.report.format import percent
+from atlas_fl.report.html.comparison_page import federations_page
+from atlas_fl.report.html.elements import BEGINNING, markdown
 from atlas_fl.report.html.write import is_page, write_report
 from atlas_fl.report.mask_charts import density_chart, overlap_chart, scales_chart, scales_csv
-from atlas_fl.report.results_page import BEGINNING, write_page
 from atlas_fl.report.table import Cell, Number, Table, count, plain, share
 from atlas_fl.report.tables import attack_table, leakage_table
 from atlas_fl.sparse.masks import check_same_model, density_by_layer, merge_masks, num_kept, overlap, read_mask
@@ -58,7 +59,13 @@ def page_of_results(options: cli.ResultsOptions) -> int:
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
     runs = find_finished_runs(options.folders)
     results = federation_results(runs, control=options.control)
-    page = write_page(results, num_runs=len(runs), control=options.control, every_table=options.all)
+    if all(result.comparison is None for result in results):
+        seeds = "; ".join(f"{result.title} has {result.seed_words}" for result in results)
+        raise ConfigError(
+            f"no method has the seeds of {options.control or 'the others'}: {seeds}; run the missing ones with"
+            " `atlas compare`"
+        )
+    page = markdown(federations_page(results), folded=options.all)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
@@ -127,7 +134,7 @@ def place(options: cli.PlaceOptions) -> int:
 def attack(options: cli.AttackOptions) -> int:
     """Print what the attack of these words learns; 0."""
     config = validate(options.settings)
-    key = "dfil" if options.what == CUTS else "client"
+    key = "read_averaged" if options.what == CUTS else "client"
     check_target(options.to, example="attack.json", is_own=lambda path: holds_json(path, keys=(key,)))
     given = {"--cuts": options.cuts or None, "--shadows": options.shadows, "--client": options.client}
     for flag in FLAGS_OF_NO_USE[options.what]:

@@ -34,12 +34,12 @@ from atlas_fl.methods.registry import ALIASES as OLD_NAMES
 from atlas_fl.report.comparison_tables import first_tables, method_tables, statistics_files, task_table
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
-from atlas_fl.report.federation_results import VARIED, federation_results
+from atlas_fl.report.federation_results import VARIED, FederationResults, federation_results, lines_in_one_place
 from atlas_fl.report.finished_runs import FinishedRun, RunScores, read_finished_run, to_csv
 from atlas_fl.report.format import seconds
-from atlas_fl.report.html.write import write_report
-from atlas_fl.report.method_comparison import describe_runs
-from atlas_fl.report.results_page import lines_in_one_place, sentence_of, write_page
+from atlas_fl.report.html.comparison_page import federations_page
+from atlas_fl.report.html.elements import markdown, render
+from atlas_fl.report.method_comparison import comparison_sentence, describe_runs
 from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
@@ -107,12 +107,10 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     _write_tuning(runs, tuned)
     show([*_ranks_note(runs), *_rising_note(runs)])
     finished, written = _write_runs(runs, path=path, score=options.score)
-    control = _show_comparison(finished, options, values, path=path)
-    show(written)
-    page = write_report(
-        [folder for _, folder in runs], to=path.with_suffix(".html"), control=control, score=options.score
-    )
-    show([f"as a page to look at: {page}"])
+    # a swept setting that tells methods apart makes several rows of each, and `--control` names none of them
+    named = None if VARIED & set(values) else options.control
+    _show_comparison(federation_results(finished, control=named), score=options.score, path=path)
+    show([*written, f"as a page to look at: {path.with_suffix('.html')}"])
     return 0
 
 
@@ -232,32 +230,24 @@ def _write_runs(
     return finished, [f"the runs: {path}", f"and as a figure: {save_png(drawn, path.with_suffix('.png'))}"]
 
 
-def _show_comparison(
-    runs: Sequence[FinishedRun], options: CompareOptions, values: Mapping[str, Sequence[str]], *, path: Path
-) -> str | None:
-    """Compare the methods of every federation, and rank them over all; print and write it; the control that is named.
-
-    A swept setting that tells methods apart makes several rows of each, and `--control` names none of them.
-    """
-    named = None if VARIED & set(values) else options.control
-    results = federation_results(runs, control=named)
+def _show_comparison(results: Sequence[FederationResults], *, score: Literal["final", "best"], path: Path) -> None:
+    """Print and write the comparison of the methods of every federation, and their ranks over all of them."""
     compared = {result.title: result.comparison for result in results if result.comparison is not None}
-    show(["", *(f"{result.title}: {line}" for result in results if (line := sentence_of(result)))])
+    show(["", *(f"{result.title}: {line}" for result in results if (line := comparison_sentence(result.comparison)))])
     for result in results:
-        show([f"\n{result.title}"] if len(results) > 1 or not sentence_of(result) else [])
+        show([f"\n{result.title}"] if len(results) > 1 or not comparison_sentence(result.comparison) else [])
         show([] if result.comparison is None else first_tables(result.comparison))
         show(lines_in_one_place(result))
+    page = federations_page(results, score=score)
+    write_atomic(path.with_suffix(".html"), render(page).encode())
     if not compared:
-        return named
-    control = next(iter(compared.values())).control
+        return
     ranks = rank_if_several(list(compared.values()))
-    show([] if ranks is None else [ranks_table(ranks, control=control)])
-    files = statistics_files(compared)
-    files["md"] = write_page(results, num_runs=len(runs), control=control, score=options.score, every_table=True)
+    show([] if ranks is None else [ranks_table(ranks, control=next(iter(compared.values())).control)])
+    files = statistics_files(compared) | {"md": markdown(page, folded=True)}
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
     show([f"all statistics in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
-    return named
 
 
 def label_of(point: Point) -> str:

@@ -186,7 +186,7 @@ def find_setting(name: str) -> Setting:
 def check_range(setting: Setting, value: Any) -> None:
     """Raise ConfigError unless every number is finite and in its range, and the value has its form."""
     for number in value if isinstance(value, tuple) else (value,):
-        if setting.range is not None and number is not None and not setting.range.contains(number):
+        if setting.range is not None and number is not None and not setting.range.fits(number):
             raise invalid_value(setting.flag, value, setting.range.describe(number))
     if setting.form is not None and not setting.form.fits(value):
         raise invalid_value(setting.flag, value, setting.form.allowed)

@@ -77,9 +77,33 @@ class SiteChoices:
     """Where this client's own model is written at the end, in PEFT's format, or a whole model in transformers' own;
     NAME-adapter by default."""
 
-    def choices(self) -> dict[str, Any]:
-        """These choices by name, without those of a class that extends this one."""
-        return {field.name: getattr(self, field.name) for field in fields(SiteChoices)}
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceChoices:
+    """Address and waiting times of a server, as its owner gives them: options of `atlas serve`, and keys of Flower's
+    `--run-config`."""
+
+    host: str = "0.0.0.0"
+    """Address of this machine to listen on; 0.0.0.0 for all."""
+    port: int = 8470
+    """Port to listen on; 0 for a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and every round need; 0 for all that are listed."""
+    wait: float = 600.0
+    """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
+    not got their model."""
+    deadline: float = 600.0
+    """Seconds that a client has for a job; who lets it pass misses the round."""
+    without: tuple[str, ...] = ()
+    """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
+    without this once they are back."""
+    late: bool = True
+    """Let listed clients join that come after the plan was made; they take part from the next round on."""
+
+
+def choices_of(kind: type[Any], options: Any) -> dict[str, Any]:
+    """The choices of this kind by name, without those of a class that extends it."""
+    return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 
 def check_consent(consent: SiteChoices) -> None:

@@ -89,9 +89,7 @@ def remote_backend(
                     on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
                     least = service.min_clients or len(expected)
-                    come = bridge.call(
-                        manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds)
-                    )
+                    come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait))
                     proxies = [manager.clients[name] for name in come]
                     if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
                         bridge.on_event(Note(line))
@@ -105,7 +103,7 @@ def remote_backend(
                             manager=manager,
                             bridge=bridge,
                             split_server=split_server,
-                            deadline_seconds=service.deadline_seconds,
+                            deadline_seconds=service.deadline,
                             min_clients=service.min_clients,
                             max_concurrent=AT_ONCE if split_server is None else None,
                             excluded=frozenset(service.without),
@@ -161,7 +159,7 @@ def check_served(config: Config, service: ServerOptions) -> None:
             f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
         )
     pick_device(config.run.accelerator)
-    if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
+    if service.min_clients < 0 or service.wait <= 0 or service.deadline <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
         raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
@@ -274,7 +272,7 @@ def deliver_final_models(
         manager,
         models,
         seconds=seconds,
-        writing_seconds=service.deadline_seconds,
+        writing_seconds=service.deadline,
         wait_for=awaited,
         may_return=unanswered,
         return_seconds=FAREWELL_SECONDS,
@@ -290,7 +288,7 @@ def deliver_final_models(
 def serve_final_models(
     config: Config, service: ServerOptions, on_event: OnEvent, *, again: Collection[str] = ()
 ) -> None:
-    """Wait until the clients of a complete run that did not get their model have it, or `wait_seconds` are over.
+    """Wait until the clients of a complete run that did not get their model have it, or `wait` is over.
 
     Those of `again` get it once more, although they have confirmed that they have it.
 
@@ -331,7 +329,7 @@ def serve_final_models(
         return
     # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
-    seconds = service.wait_seconds
+    seconds = service.wait
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (manager, bridge, where):
         until = [f"for up to {seconds:g} seconds for {', '.join(awaited)}, without a model yet"] if awaited else []

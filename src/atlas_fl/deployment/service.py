@@ -16,6 +16,7 @@ from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.conflicts import MULTILABEL, kinds_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
+from atlas_fl.deployment.consent import ServiceChoices
 from atlas_fl.errors import BudgetError, ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
@@ -192,26 +193,13 @@ NOT_LISTED = "it is not listed any more"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(ServiceChoices):
     """Address, certificates and waiting times of a server."""
 
     certs: Path
     """The folder `server` of `atlas certs make`."""
-    host: str = "0.0.0.0"
-    port: int = 8470
-    """0 takes a free one."""
-    min_clients: int = 0
-    """Fewest clients that the plan and a round need; 0 for all that are listed."""
-    wait_seconds: float = 600.0
-    """Longest wait for all of them before the server begins with fewer, or gives up."""
-    deadline_seconds: float = 600.0
-    """Longest time of a job."""
     tokens: Tokens | None = None
     """Tokens that clients bring beside their certificate; None where that is enough."""
-    late: bool = True
-    """Clients may join that come after the plan was made."""
-    without: tuple[str, ...] = ()
-    """Clients of the plan without which the run goes on."""
     companion: Callable[[ClientManager, LoopThread], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 

@@ -22,7 +22,6 @@ from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, 
 from atlas_fl.experiment.summary import MEASURED, STOPPED, best_rounds, peak_memory
 from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
-from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint, digests, jsonl
 from atlas_fl.storage.checkpoint import Checkpoint
@@ -124,10 +123,6 @@ class Recorder:
     plan_file: str = "plan.json"
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """By phase, over all sessions."""
-    saved_before: float = field(default_factory=lambda: REUSED_RESULTS.saved_seconds)
-    """Seconds of results that runs of this process reused before this one."""
-    earlier_reused: float = 0.0
-    """`reused_seconds` of the sessions before this one."""
     round_seconds: dict[int, float] = field(default_factory=dict)
     earlier_peak: dict[str, int] = field(default_factory=dict)
     """Most memory of the sessions before this one, by kind."""
@@ -325,7 +320,6 @@ class Recorder:
             "ledger_bytes": self.folder.ledger.stat().st_size,
             "plan": self.plan_file,
             "seconds": self.phase_seconds,
-            "reused_seconds": self.reused_seconds,
             "peak": self.peak_memory(),
             "round_seconds": {str(round): seconds for round, seconds in self.round_seconds.items()},
             digests.STATE_ENTRY: self._all_digests(),
@@ -334,11 +328,6 @@ class Recorder:
         checkpoint.prune(
             self.folder.checkpoints, keep=self.config.run.keep_checkpoints, keep_rounds=self._best_rounds(state)
         )
-
-    @property
-    def reused_seconds(self) -> float:
-        """Seconds of results that this run reused from earlier runs of its process, over all its sessions."""
-        return self.earlier_reused + REUSED_RESULTS.saved_seconds - self.saved_before
 
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:
         return best_rounds(state.history, self.config.run.keep_best)
@@ -370,5 +359,4 @@ class Recorder:
         for phase, seconds in saved.state["seconds"].items():
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
         self.earlier_peak = dict(saved.state["peak"])
-        self.earlier_reused = saved.state["reused_seconds"]
         self.round_seconds = {int(round): seconds for round, seconds in saved.state["round_seconds"].items()}

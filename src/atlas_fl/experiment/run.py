@@ -327,7 +327,6 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.phase_seconds,
         round_seconds=recorder.round_seconds,
-        reused_seconds=recorder.reused_seconds,
         memory=recorder.peak_memory(),
         full_model_bytes=encoded_size(plain_tensors(assembly.site.backbone.frozen)),
         attackers=configured_attackers(config, assembly.names),

@@ -310,7 +310,6 @@ def summarise(
     plan: Mapping[str, Any],
     phase_seconds: Mapping[str, float],
     round_seconds: Mapping[int, float],
-    reused_seconds: float,
     memory: Mapping[str, int],
     full_model_bytes: int,
     attackers: Sequence[str] = (),
@@ -324,7 +323,6 @@ def summarise(
         plan: the content of `plan.json`.
         phase_seconds: wall-clock seconds by phase, summed over the sessions of the run.
         round_seconds: wall-clock seconds by round.
-        reused_seconds: seconds that reused results of earlier runs of the process had taken.
         memory: peak bytes by kind, as `peak_memory` gives them.
         full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
         attackers: clients that attack in this simulation.
@@ -367,7 +365,6 @@ def summarise(
             "total": sum(phase_seconds.values()),
             "rounds": {str(round): duration for round, duration in sorted(round_seconds.items())},
             "round_mean": fmean(round_seconds.values() or [0.0]),
-            "reused": reused_seconds,
         },
         "memory": dict(memory),
         "events": {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.cli.display import show, show_progress
+from atlas_fl.deployment.consent import SiteChoices, choices_of
 from atlas_fl.errors import AtlasError
 from atlas_fl.flower.messages import (
     RECORD,
@@ -45,7 +46,7 @@ def work(message: Message, context: Context) -> Reply:
         write_certs(invitation, Path(folder))
         joined = join_federation(
             SiteOptions(
-                **{**node.choices(), "to": str(to)},
+                **{**choices_of(SiteChoices, node), "to": str(to)},
                 address=str(invitation["address"]),
                 certs=Path(folder),
                 token=str(invitation["token"]),

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_fl.cli.display import show, show_progress
+from atlas_fl.deployment.consent import ServiceChoices, choices_of
 from atlas_fl.errors import AtlasError, ConfigError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.flower.messages import (
@@ -198,28 +199,24 @@ class Invitations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The settings of `flwr run --run-config`, with `_` for `-`."""
+class Order(ServiceChoices):
+    """The settings of `flwr run --run-config` (`KEYS`), with `_` for `-`."""
 
     config: str
     address: str
     """`host:port` under which the nodes reach the stream."""
-    host: str
-    """The address that the stream listens on."""
     nodes: int
     """Number of SuperNodes that are waited for; 0 for those that are connected."""
-    min_clients: int
-    wait: float
-    """Seconds."""
-    deadline: float
-    """Seconds."""
+
+
+KEYS = ("config", "address", "host", "nodes", "min_clients", "wait", "deadline")
 
 
 def order_of(values: Mapping[str, Any]) -> Order:
     """The order that this run config gives."""
     kinds = get_type_hints(Order)
     try:
-        return Order(**{name: kind(values[name.replace("_", "-")]) for name, kind in kinds.items()})
+        return Order(**{name: kinds[name](values[name.replace("_", "-")]) for name in KEYS})
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"the run config cannot be read ({error!r}); begin with the one of examples/flower/pyproject.toml"
@@ -263,12 +260,8 @@ def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
         make_certs(certs, servers=[host], clients=names, days=RUN_DAYS)
         invitations = Invitations(grid=grid, nodes=nodes, certs=certs, tokens=tokens, address=order.address)
         service = ServerOptions(
+            **choices_of(ServiceChoices, replace(order, port=port)),
             certs=certs / "server",
-            host=order.host,
-            port=port,
-            min_clients=order.min_clients,
-            wait_seconds=order.wait,
-            deadline_seconds=order.deadline,
             tokens=tokens,
             companion=invitations.beside,
         )

@@ -34,7 +34,12 @@ class Range:
     at_site: float = inf
     """The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
 
-    def contains(self, number: float) -> bool:
+    @property
+    def allowed(self) -> str:
+        """Words for the range."""
+        return self.describe()
+
+    def fits(self, number: float) -> bool:
         """Return true for a number in the range, and false for NaN."""
         return self.least <= number <= self.most and self.above < number < self.below
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params
 
@@ -266,11 +265,6 @@ class Method(Part):
         """Which parameters have a matrix of their own (`all`, `layer`, `last layer`)."""
         return "all"
 
-    @property
-    def reduce(self) -> Reduce | None:
-        """Reduction of the clients' values to one, where the rows only say who is aggregated with whom."""
-        return None
-
     # what the server makes of updates
 
     def begin(self, client_models: ByClient) -> ByClient:
@@ -352,7 +346,7 @@ class Method(Part):
             before=inputs.client_models, after=after, server_state=server_state, answers=inputs.answers
         )
         matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
-        mixed = rules.mix(after, matrices, federation.clients, self.options, self.reduce)
+        mixed = rules.mix(after, matrices, federation.clients, self.options)
         done = Aggregated(
             server_state=server_state,
             client_models=mixed.by_client,
@@ -371,7 +365,7 @@ class Method(Part):
         return done
 
     def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:
-        if self.granularity != "all" or self.reduce is not None:
+        if self.granularity != "all":
             return {}
         keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
         parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}
@@ -389,7 +383,7 @@ class Method(Part):
             return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
 
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
-        by_client = rules.mix(everyone, rows, federation.clients, self.options, self.reduce).by_client
+        by_client = rules.mix(everyone, rows, federation.clients, self.options).by_client
         return {client: by_client[client] for client in fresh}
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:

@@ -17,20 +17,20 @@ their task. An update's norm is bounded before any rule (`aggregation.norm_bound
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Annotated
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation, Square, Vector, average
-from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, groups_within
 from atlas_fl.methods.knobs import Range
-from atlas_fl.methods.method import Method
-from atlas_fl.methods.server_optimizers import cohorts
+from atlas_fl.methods.method import Method, StepInputs
+from atlas_fl.methods.server_optimizers import ByCohort, NextValue, cohorts
+from atlas_fl.params import ByClient, Params, ServerState
 
 TIE = 1e-9
 """Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
@@ -134,19 +134,35 @@ class Robust(Method):
         )
 
 
-class Median(Robust):
+class Median(Robust, ByCohort):
     """The median of every value over the clients: less than half of them may be hostile."""
 
     name = "median"
 
-    @property
-    def reduce(self) -> Reduce:
-        """The median by value."""
-        return coordinate_median
+    def middle(self, stack: Tensor) -> Tensor:
+        """The middle over the first axis."""
+        return coordinate_median(stack)
+
+    def next_values(self, inputs: StepInputs) -> NextValue:
+        """The middle of what was trained, value by value."""
+        del inputs
+        return lambda cohort, _, values: self.middle(torch.stack([values.trained({k: 1.0}) for k in cohort.weights]))
+
+    def initial_models(
+        self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
+        """The newcomers' models: the middle of those that the others hold."""
+        everyone = {**client_models, **fresh}
+        held = {client: everyone[client] for client in everyone if client not in fresh}
+        inputs = StepInputs(
+            server_state=server_state, client_models=everyone, updates=held, federation=federation, round=1
+        )
+        models = self.aggregate(inputs).client_models
+        return {client: models[client] for client in fresh}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrimmedMean(Robust):
+class TrimmedMean(Median):
     """The mean of every value without its lowest and highest (`--trim`)."""
 
     trim: Annotated[float, Range(least=0, below=0.5)] = 0.2
@@ -154,10 +170,9 @@ class TrimmedMean(Robust):
 
     name = "trimmed_mean"
 
-    @property
-    def reduce(self) -> Reduce:
-        """The trimmed mean by value."""
-        return partial(trimmed_average, trim=self.trim)
+    def middle(self, stack: Tensor) -> Tensor:
+        """The trimmed mean over the first axis."""
+        return trimmed_average(stack, trim=self.trim)
 
     def withstands(self, n: int) -> int:
         """As many as are left out at each end."""

@@ -47,8 +47,6 @@ class Backbone:
     head_start: Params = dataclasses.field(default_factory=dict)
     """Tensors that a head begins with in the place of drawn ones, by the names of `Family.parts`."""
 
-    stored: Params = dataclasses.field(default_factory=dict)
-    """Weights as in the files, on the CPU, of layers that compute with rounded ones (`with_linears_as`)."""
     held: str = "fp32"
     """Type of its matrices in memory (`models.weights`)."""
 
@@ -82,7 +80,7 @@ class Backbone:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter of the model by its stock name, as in its files."""
-        return {**dict(self.model.named_parameters()), **self.stored}
+        return dict(self.model.named_parameters())
 
     @property
     def frozen(self) -> dict[str, Tensor]:
@@ -91,21 +89,6 @@ class Backbone:
         if self.vocabulary is None or any(self.vocabulary is tensor for tensor in named.values()):
             return named
         return {**named, "lm_head.weight": self.vocabulary}
-
-
-def with_linears_as(backbone: Backbone, dtype: torch.dtype) -> Backbone:
-    """The backbone, whose linear layers hold weights of this dtype from now on.
-
-    Autocast would round them to it in every pass, and keep the rounded ones for the backward pass: the bits are the
-    same, without the time and the memory.
-    """
-    stored = {}
-    for path, module in backbone.model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
-            for name, parameter in module.named_parameters(prefix=path, recurse=False):
-                stored[name] = parameter.detach()
-                parameter.data = parameter.data.to(dtype)
-    return dataclasses.replace(backbone, stored=stored)
 
 
 def backbone_features(

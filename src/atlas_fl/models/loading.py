@@ -29,7 +29,7 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError, one_line, short_repr
 from atlas_fl.models.attention import PACKED, make_layout, register_packed_attention
-from atlas_fl.models.backbone import Backbone, backbone_features, block_index, with_linears_as
+from atlas_fl.models.backbone import Backbone, backbone_features, block_index
 from atlas_fl.models.files import (
     check_config,
     check_folder,
@@ -73,14 +73,12 @@ def load_backbone(
     gradient_checkpointing: bool = False,
     writes: bool = False,
     weights: Params | None = None,
-    bf16: bool = False,
     held: str = "fp32",
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
-    With `bf16` its linear layers hold weights of that dtype, where it runs in packs, and `held` is the type of all its
-    matrices (`models.weights`). `weights` are those of `Backbone.frozen`, which then are not read: on the CPU the
-    backbone's are these very tensors.
+    `held` is the type of all its matrices, where it runs in packs (`models.weights`). `weights` are those of
+    `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
@@ -117,8 +115,6 @@ def load_backbone(
         backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family, held=held)
         if weights is None:
             _compute_once(backbone)
-    if bf16 and held == "fp32":
-        backbone = with_linears_as(backbone, torch.bfloat16)
     loaded.to(device)
     if writes:
         backbone = replace(backbone, vocabulary=loaded.get_output_embeddings().weight)

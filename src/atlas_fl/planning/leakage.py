@@ -1,14 +1,8 @@
-"""Leakage of the clients' texts through the cuts of a model: Fisher leakage (dFIL) and a token probe.
+"""Leakage of the clients' texts through the cuts of a model: a token probe.
 
-Two measures of the activations that cross a cut, both of the client's half alone:
-
-    dFIL   = Tr(J^T J) / d      J the derivative of the rows by the first block's input, d the number of its elements
-    probe  : a ridge regression from rows to token embeddings, and how often the nearest embedding is the right one
-
-dFIL is the mean diagonal of the Fisher information under unit Gaussian noise on the rows; its inverse bounds the error
-of every unbiased attacker (Maeng et al. 2023, "Bounding the invertibility of privacy-preserving instance encoding using
-Fisher information"). The probe is an attacker of the simplest kind. It needs pairs of rows and tokens, which anyone has
-who holds the public model. A probe that fails proves nothing; one that succeeds does.
+The probe is a ridge regression from the rows that cross a cut to token embeddings; a token is read where the nearest
+embedding is its own. It is an attacker of the simplest kind. It needs pairs of rows and tokens, which anyone has who
+holds the public model. A probe that fails proves nothing; one that succeeds does.
 
 `leakage_of` measures each task's texts: the probe is fitted on training examples and reads test examples, from rows as
 the server receives them, with the config's wire format and noise. Noise is measured twice: for one look at a row, and
@@ -28,11 +22,9 @@ from torch import Tensor
 from atlas_fl.client.batching import PackedBatch, collate_packed, split_by_tokens
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.models.attention import PackedLayout
-from atlas_fl.models.backbone import Backbone, embed_tokens, run_blocks
+from atlas_fl.models.backbone import embed_tokens, run_blocks
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
-from atlas_fl.rng import torch_generator
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_secret
 
@@ -73,26 +65,6 @@ def most_looks(config: Config, *, examples: int) -> dict[Split, int]:
     }
 
 
-def fisher_leakage(
-    backbone: Backbone, embedded: Tensor, layout: PackedLayout, *, blocks: int, seed: int, draws: int = 4
-) -> float:
-    """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `embed_tokens` gives them.
-
-    Hutchinson's estimate: the mean of |J^T u|^2 over `draws` normal u; exact, 1, for no block.
-    """
-    if not blocks:
-        return 1.0
-    total = 0.0
-    for draw in range(draws):
-        inputs = embedded.detach().requires_grad_()
-        rows = run_blocks(backbone, inputs, layout, range(blocks))
-        source = torch_generator(seed, "leakage", blocks, draw)
-        direction = torch.randn(rows.shape, generator=source).to(rows.device)
-        (gradient,) = torch.autograd.grad(rows, inputs, direction)
-        total += float(gradient.double().square().sum())
-    return total / draws / embedded.numel()
-
-
 def token_probe(
     known_rows: Tensor, tokens: Tensor, unseen_rows: Tensor, *, embeddings: Tensor, ridge: float = 1e-3
 ) -> Tensor:
@@ -114,8 +86,8 @@ def token_probe(
     return torch.cat([one.indices.masked_fill(~one.values.isfinite(), -1) for one in nearest])
 
 
-KNOWN_TEXTS, UNSEEN_TEXTS, FISHER_TEXTS = 400, 100, 8
-"""At most so many texts are known to the probe and read by it; from so many of the latter comes dFIL."""
+KNOWN_TEXTS, UNSEEN_TEXTS = 400, 100
+"""At most so many texts are known to the probe and read by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +97,6 @@ class CutLeakage:
     task: str
     blocks: int
     """Blocks on the client."""
-    dfil: float
-    """Tr(J^T J) / d of the client's part, for noise of size one; no wire changes it."""
     read: float
     """Share of the unseen tokens that the probe reads in one look at each."""
     looks: int
@@ -189,21 +159,15 @@ def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[C
 def _measure_cut(
     assembly: Assembly, task: str, blocks: int, *, known_texts: _TextSample, unseen_texts: _TextSample
 ) -> CutLeakage:
-    backbone = assembly.site.backbone
     looks = 1
     if assembly.config.split.wire_noise:  # of the client where they are most
         own = [client.name for client in assembly.clients if client.task.name == task]
         counts = [len(assembly.site.data[name].splits["train"]) for name in own]
         looks = max(most_looks(assembly.config, examples=count)["train"] for count in counts)
     read = _read(assembly, known_texts, unseen_texts, looks=1)
-    row = collate_packed(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
-    embedded = embed_tokens(backbone, row.ids, row.types, row.layout)
-    with torch.enable_grad():
-        dfil = fisher_leakage(backbone, embedded, row.layout, blocks=blocks, seed=assembly.config.run.seed)
     return CutLeakage(
         task=task,
         blocks=blocks,
-        dfil=dfil,
         read=read,
         looks=looks,
         read_averaged=read if looks == 1 else _read(assembly, known_texts, unseen_texts, looks=looks),

@@ -7,7 +7,6 @@ upload, LoRA on query and value of a 6 x 384 encoder (36,864 bytes for each rank
 first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; `mbps` counts 10^6 bits.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,51 +15,21 @@ from importlib import resources
 
 from atlas_fl import ranks
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
+from atlas_fl.methods.knobs import Range
 
 UPLOAD_SECONDS = 1.0
 """Time that the upload of the adapters may take."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The numbers from `least` to `most`, both included."""
-
-    least: float
-    most: float
-    whole: bool = False
-
-    def __str__(self) -> str:
-        """The range in words.
-
-        >>> str(Bounds(least=1, most=2**20, whole=True))
-        'whole number from 1 to 1048576'
-        """
-        kind = "whole number" if self.whole else "number"
-        return f"{kind} from {_digits(self.least)} to {_digits(self.most)}"
-
-    def __contains__(self, value: object) -> bool:
-        """Return whether this is such a number; truth values are none."""
-        return (
-            isinstance(value, int | float)
-            and type(value) is not bool
-            and self.least <= value <= self.most
-            and (not self.whole or value == math.floor(value))
-        )
-
-
-def _digits(value: float) -> str:
-    return str(value) if isinstance(value, int) and abs(value) < 10**8 else f"{value:g}"
-
-
-BOUNDS: Mapping[str, Bounds] = {
-    "memory_gb": Bounds(least=1e-4, most=10**6),
-    "gflops": Bounds(least=1e-3, most=10**9),
-    "up_mbps": Bounds(least=1e-3, most=10**7),
-    "down_mbps": Bounds(least=1e-3, most=10**7),
-    "latency_ms": Bounds(least=0, most=10**5),
-    "max_rank": Bounds(least=1, most=2**14, whole=True),
-    "adapter_bytes": Bounds(least=1, most=10**12, whole=True),
+BOUNDS: Mapping[str, Range] = {
+    "memory_gb": Range(least=1e-4, most=10**6),
+    "gflops": Range(least=1e-3, most=1e9),
+    "up_mbps": Range(least=1e-3, most=10**7),
+    "down_mbps": Range(least=1e-3, most=10**7),
+    "latency_ms": Range(least=0, most=10**5),
+    "max_rank": Range(least=1, most=2**14),
+    "adapter_bytes": Range(least=1, most=1e12),
 }
 """Ranges of a device's numbers: from a microcontroller on a slow radio link to a data centre. Predictions of any
 model on it are finite, and a device that says more is mistaken, or wants a plan that nobody can read."""
@@ -106,6 +75,7 @@ def _profile(name: str, values: Mapping[str, float]) -> Device:
     )
 
 
+_WHOLE = ("max_rank", "adapter_bytes")
 _REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
 DEVICES: dict[str, Device] = {
     name: _profile(name, values)
@@ -139,13 +109,14 @@ def parse_device(text: str) -> Device:
 
 
 def _number(name: str, key: str, text: str) -> float:
-    allowed = BOUNDS[key]
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if value not in allowed:
-        raise ConfigError(f"device {name!r}: {key}={short_repr(text)} is not allowed; give a {allowed}")
+    if not BOUNDS[key].fits(value) or (key in _WHOLE and not value.is_integer()):
+        kind = "a whole number" if key in _WHOLE else "a number"
+        allowed = BOUNDS[key].allowed
+        raise ConfigError(f"device {name!r}: {key}={short_repr(text)} is not allowed; give {kind}, {allowed}")
     return value
 
 

@@ -6,19 +6,20 @@ which none of them shows is noticed.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from statistics import fmean
 from typing import Any, TypeVar
 
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison
-from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size, text_of
+from atlas_fl.report.table import Cell, Number, Table, count, plain, size, text_of
 
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
 RowT = TypeVar("RowT")
-MEMORY, STEPS, TIME = "device memory", "client steps", "time"
+MEMORY, STEPS = "device memory", "client steps"
 """Headings of the columns that are left out where nothing is known of them; others show a dash."""
 
 
@@ -64,7 +65,6 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
         "below whole": _below_whole,
         STEPS: lambda row: count(row.client_steps),
         MEMORY: lambda row: size(row.memory_bytes),
-        TIME: lambda row: duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
     },
 }
 """Columns of the tables of methods, by title."""
@@ -101,7 +101,7 @@ NOTES = {
     "Costs": (
         "below whole: bytes not sent of those of whole models; client steps: optimizer steps of all clients, second"
         " models and halves with them; device memory: what training takes of the client that needs most, as the plan"
-        " predicts it; time: of a run here, with what the results had taken that it reused from earlier runs"
+        " predicts it"
     ),
     "Against": (f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more"),
     "Tests against": (
@@ -121,7 +121,7 @@ def method_tables(rows: Mapping[str, MethodRow], *, by_examples: bool = False) -
     tables = []
     for title, columns in METHOD_TABLES.items():
         unknown = {name for name, cell in columns.items() if all(text_of(cell(row)) == EMPTY for row in rows.values())}
-        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY, STEPS, TIME}}
+        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY, STEPS}}
         if len(unknown) < len(columns):
             end = BY_EXAMPLES if by_examples and title == "Scores" else ""
             tables.append(_table(title, kept, rows, note=NOTES[title] + end))
@@ -144,6 +144,25 @@ def first_tables(comparison: MethodComparison) -> list[Table]:
     return [first, *(pair_tables(comparison)[:1] or [second])]
 
 
+def glance_table(compared: Mapping[str, MethodComparison]) -> Table:
+    """One table of all federations, by title, with one control; those methods first that gain most."""
+    control = next(iter(compared.values())).control
+    pairs = [comparison.pairs for comparison in compared.values()]
+    names = dict.fromkeys(name for own in pairs for name in own)
+    gains = {name: fmean(own[name].mean for own in pairs if name in own) for name in names}
+    rows: list[list[Cell]] = [[control, *(plain(one.rows[control].statistics.mean) for one in compared.values())]]
+    order = sorted(gains, key=lambda name: -gains[name])
+    rows += [[name, *(_glance_cell(own.get(name)) for own in pairs)] for name in order]
+    note = f"score of {control}, and of every other method the difference from it, with what is shown"
+    return Table(title="At a glance", columns=("method", *compared), rows=rows, note=note)
+
+
+def _glance_cell(pair: PairedComparison | None) -> Number:
+    if pair is None:
+        return plain(None)
+    return Number(value=pair.mean, text=f"{pair.mean:+.3f} {shown(pair)}".removesuffix(f" {EMPTY}"))
+
+
 def task_table(rows: Mapping[str, MethodRow]) -> Table:
     """The mean score of every task."""
     tasks = dict.fromkeys(task for row in rows.values() for task in row.tasks)
@@ -156,35 +175,21 @@ def _table(title: str, columns: Mapping[str, Callable[[RowT], Cell]], rows: Mapp
     return Table(title=title, columns=["method", *columns], rows=cells, note=note)
 
 
-def page_tables(comparison: MethodComparison) -> list[Table]:
-    """The tables of methods and pairs, and for files alone one with a column as wide as there are seeds."""
-    by_seed: list[list[Cell]] = [
-        [name, " ".join(f"{value:+.3f}" for value in pair.differences)] for name, pair in comparison.pairs.items()
-    ]
-    title = f"Minus {comparison.control}, by seed"
-    minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
-    # runs of a page may be of several machines, whose times do not compare
-    untimed = {name: replace(row, seconds=None) for name, row in comparison.rows.items()}
-    methods = method_tables(untimed, by_examples=bool(comparison.by_examples))
-    return [*methods, *pair_tables(comparison), *([minus] if by_seed else [])]
-
-
 def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, str]:
     """The files, by name, that hold all statistics of several federations, by title: CSV in full precision, LaTeX."""
     methods: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []
-    tables: list[str] = []
+    texts: list[str] = []
     for federation, comparison in comparisons.items():
         named = {"federation": federation}
         for name, row in comparison.rows.items():  # first how many seeds and clients there are
             methods.append({**named, "method": name, **_flat({"statistics": {}} | asdict(row))})
         named["control"] = comparison.control
         pairs += [{**named, "method": name, **_flat(asdict(pair))} for name, pair in comparison.pairs.items()]
-        tables.append(f"% {federation}")
-        tables += [
-            f"% {table.title}\n{table.latex()}" for table in (*page_tables(comparison), task_table(comparison.rows))
-        ]
-    files = {"methods.csv": format_csv(methods), "statistics.tex": "\n".join(tables)}
+        tables = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))
+        tables += [*pair_tables(comparison), task_table(comparison.rows)]
+        texts += [f"% {federation}", *(f"% {table.title}\n{table.latex()}" for table in tables)]
+    files = {"methods.csv": format_csv(methods), "statistics.tex": "\n".join(texts)}
     return files | ({"pairs.csv": format_csv(pairs)} if pairs else {})
 
 

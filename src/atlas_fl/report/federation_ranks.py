@@ -37,7 +37,7 @@ class MethodRanks:
     @property
     def partial_words(self) -> str:
         """`not ranked, as not in all federations: pfedgraph (3)`; empty if all are ranked."""
-        words = ", ".join(f"`{name}` ({count})" for name, count in self.partial.items())
+        words = ", ".join(f"{name} ({count})" for name, count in self.partial.items())
         return f"not ranked, as not in all federations: {words}" if words else ""
 
 
@@ -87,11 +87,11 @@ def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
     ]
     return Table(
         title="Ranks over all federations",
-        columns=("method", "average rank", f"p against `{control}` (Holm)"),
+        columns=("method", "average rank", f"p against {control} (Holm)"),
         rows=rows,
         note=(
             f"1 is the best of {ranks.federations} federations; Friedman p {ranks.friedman_p:.3f}; ranks that are"
-            f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi)"
+            f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi); coarse below 10 federations"
             + (f"; {ranks.partial_words}" if ranks.partial else "")
         ),
     )

@@ -59,6 +59,24 @@ class FederationResults:
         missing = {name: tuple(seed for seed in every if seed not in seeds) for name, seeds in self.seeds.items()}
         return {name: seeds for name, seeds in missing.items() if seeds and self.comparison is not None}
 
+    @property
+    def seed_words(self) -> str:
+        """`local 1, 2 and fedavg 3`: the seeds of each method."""
+        words = [f"{name} {', '.join(map(str, seeds))}" for name, seeds in self.seeds.items()]
+        return " and ".join(words) or "runs in one place alone"
+
+
+def lines_in_one_place(result: FederationResults) -> list[str]:
+    """A sentence on each method that has all examples in one place."""
+    lines = []
+    for name, scores in sorted(result.in_one_place.items()):
+        is_shared = name.split()[0] == "multitask"
+        what = "in one place, one adapter" if is_shared else "of a task in one place"
+        lines.append(
+            f"All examples {what} ({name}): {fmean(scores):.3f} over {len(scores)} seed{'s' * (len(scores) > 1)}"
+        )
+    return lines
+
 
 def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> tuple[FederationResults, ...]:
     """The comparison of the methods of every federation, in the order of preset and dial.

@@ -34,7 +34,7 @@ NUMBERS = {
     **{"gain_over_majority": "gain_over_majority", "bytes": "num_bytes", "bytes_below_whole": "bytes_below_whole"},
     **{name: name for name in ("client_steps", "memory_bytes", "loss", "calibration_error")},
 }
-"""Fields of `Measures` by their columns of the file; no times, since its rows may be of several machines."""
+"""Fields of `Measures` by their columns of the file."""
 SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
 """Entries of a summary that its readers use."""
 COLUMNS = (
@@ -63,10 +63,6 @@ class Measures:
     """Optimizer steps of all clients in all rounds."""
     memory_bytes: float | None
     """Memory that training takes of the device of the client that needs most, as the plan predicts it."""
-    seconds: float | None = None
-    """Wall-clock time; None of a row of a file."""
-    reused_seconds: float | None = None
-    """Seconds of the results that it reused from earlier runs of its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +149,6 @@ def _scores_of_summary(summary: Mapping[str, Any], score: str, run: Path | str) 
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
         client_steps=summary.get("steps"),
-        seconds=summary["seconds"].get("total"),
-        reused_seconds=summary["seconds"].get("reused"),
         memory_bytes=None if None in needed else max(needed),
     )
 

@@ -145,11 +145,13 @@ CHANCE = 0.05
 """p up to which a difference is called significant."""
 
 
-def comparison_sentence(compared: MethodComparison) -> str:
+def comparison_sentence(compared: MethodComparison | None) -> str:
     """Which methods are ahead of the control, by how much and on how many clients, as one line; best first.
 
-    Of one method it is empty, and of one seed it names no p.
+    Of one method, and of no comparison, it is empty; of one seed it names no p.
     """
+    if compared is None:
+        return ""
     means = {name: np.array(values).mean(axis=0) for name, values in compared.scores.items()}
     control = means.pop(compared.control, None)
     words: list[str] = []

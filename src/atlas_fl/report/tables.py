@@ -184,11 +184,10 @@ CUTS: Columns = {
 
 
 def leakage_table(rows: Iterable[Entry]) -> Table:
-    """One row a task and cut: dFIL, and the tokens that the probe reads."""
+    """One row a task and cut: the tokens that the probe reads."""
     columns: Columns = {
         "task": cell_at("task", word),
         "blocks on the client": cell_at("blocks", count),
-        "dFIL": cell_at("dfil", lambda dfil: Number(value=dfil, text=EMPTY if dfil is None else f"{dfil:.3g}")),
         "tokens read": cell_at("read", share),
         "looks": cell_at("looks", lambda looks: count(None if looks == 1 else looks)),
         "read in their mean": lambda row: share(None if row.get("looks", 1) == 1 else row.get("read_averaged")),
@@ -200,8 +199,7 @@ def leakage_table(rows: Iterable[Entry]) -> Table:
 
 LEAKAGE_NOTE = (
     "tokens read: by a linear probe that knows other texts of the task, in one look; looks: as many as a site lets"
-    " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
-    " information leakage"
+    " a server take, whose noise averages away; commonest token: what always guessing it reads"
 )
 
 

@@ -10,7 +10,6 @@ Models with cuts, masks, momentum or control variates, and whole models, are alw
 States of the frozen blocks are shared too, by runs that follow one another on the same data (`models.prefix_cache`).
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,12 +35,8 @@ class ReusedResults:
 
     max_bytes: int = 0
     """Bound on their size; 0 remembers nothing."""
-    computed_seconds: float = 0.0
-    """Seconds spent on computing results that were remembered."""
-    saved_seconds: float = 0.0
-    """Seconds that the reused results had taken."""
-    _results: dict[str, tuple[list[Update], float, int]] = field(default_factory=dict)
-    """By key (updates, seconds, bytes), the least recently used first."""
+    _results: dict[str, tuple[list[Update], int]] = field(default_factory=dict)
+    """By key (updates, bytes), the least recently used first."""
     _prefix: tuple[str, PrefixCache] | None = None
     """The states of the last run's data, with the key of what they follow from."""
 
@@ -49,8 +44,6 @@ class ReusedResults:
     def remember(self, max_bytes: int = MAX_BYTES) -> Iterator["ReusedResults"]:
         """Remember results until the context ends."""
         self.max_bytes = max_bytes
-        self.computed_seconds = 0.0
-        self.saved_seconds = 0.0
         try:
             yield self
         finally:
@@ -71,15 +64,10 @@ class ReusedResults:
         """The updates of this key, computed now or before."""
         result = self._results.pop(key, None)
         if result is None:
-            start_time = time.perf_counter()
             updates = compute()
-            size = sum(num_bytes(update.params) + num_bytes(update.beside_model()) for update in updates)
-            result = updates, time.perf_counter() - start_time, size
-            self.computed_seconds += result[1]
-        else:
-            self.saved_seconds += result[1]
+            result = updates, sum(num_bytes(update.params) + num_bytes(update.beside_model()) for update in updates)
         self._results[key] = result
-        while sum(size for _, _, size in self._results.values()) > self.max_bytes:
+        while sum(size for _, size in self._results.values()) > self.max_bytes:
             del self._results[next(iter(self._results))]
         return list(result[0])
 

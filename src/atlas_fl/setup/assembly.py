@@ -280,8 +280,8 @@ def backbone_of(
     if any(task.images for task in tasks):
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
-        bf16, held = adapted and config.model.precision == "bf16", config.model.base_weights
-        backbone = load_backbone(name, writes=any(task.writes for task in tasks), bf16=bf16, held=held, **load_options)
+        writes, held = any(task.writes for task in tasks), config.model.base_weights
+        backbone = load_backbone(name, writes=writes, held=held, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:

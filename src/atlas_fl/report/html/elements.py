@@ -6,7 +6,7 @@ for the page's own Content-Security-Policy, so that a browser runs no other scri
 
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -22,6 +22,8 @@ from atlas_fl.storage.jsonl import to_json
 
 GENERATOR = "ATLAS report"
 """Stands in every page, which is known by it."""
+BEGINNING = "# Results\n\nWritten by `atlas results`"
+"""Begins every page as Markdown."""
 LIBRARY = "window.vegaEmbed = vegaEmbed;"
 """Names that the script of the charts sets: Vega, Vega-Lite and Vega-Embed, as this one name."""
 
@@ -97,6 +99,30 @@ def render(page: Page) -> str:
         scripts=scripts,
         policy=policy,
     )
+
+
+def markdown(page: Page, *, folded: bool) -> str:
+    """The page as Markdown: its texts and tables, with those that are folded or not; charts are left out."""
+    head = [f"{BEGINNING}: {page.title}; {page.subtitle}.", *page.warnings]
+    notes: set[str] = set()
+    for section in page.sections:
+        head += [f"## {section.title}", *_paragraphs(section.blocks, notes=notes, folded=folded)]
+    return "\n\n".join(head) + "\n"
+
+
+def _paragraphs(blocks: Sequence[Block], *, notes: set[str], folded: bool) -> Iterator[str]:
+    """Paragraphs of these elements; a note that is among `notes` is not said again."""
+    for block in blocks:
+        if isinstance(block, Text):
+            yield from block.lines
+        elif isinstance(block, Folded) and folded:
+            yield from _paragraphs(block.blocks, notes=notes, folded=folded)
+        elif isinstance(block, Table):
+            yield f"*{block.title}*"
+            yield "\n".join(block.without_empty().markdown())
+            if block.note not in {*notes, ""}:
+                notes.add(block.note)
+                yield f"Note: {block.note}."
 
 
 def payload(chart: Chart) -> str:

@@ -13,13 +13,15 @@ from typing import Annotated, Any, TypeAlias, get_args
 import numpy as np
 
 from atlas_fl.client.job import ClientTokens
+from atlas_fl.config.values import Form
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.methods.knobs import Range
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
-from atlas_fl.ranks.devices import Bounds, Device, find_devices
-from atlas_fl.runtime.protocol.messages import Allowed, read_fields
+from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.runtime.protocol.messages import read_fields
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
@@ -27,22 +29,22 @@ MOST_EXAMPLES, MOST_TOKENS = 2 * 10**6, 10**9
 MOST_MULTILABELS = 2 * 10**7
 """Most zeros and ones of the labels of a split, examples times labels, for which a placeholder has memory."""
 REFUSED = "what the client tells of its data is refused: "
-Examples: TypeAlias = Annotated[int, Bounds(least=1, most=MOST_EXAMPLES, whole=True)]
+Examples: TypeAlias = Annotated[int, Range(least=1, most=MOST_EXAMPLES)]
 TaskName: TypeAlias = Annotated[
     str,
-    Allowed(
-        "1 to 100 letters, digits, dots, hyphens and underscores",
+    Form(
         lambda text: re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", text) is not None,
+        "1 to 100 letters, digits, dots, hyphens and underscores",
     ),
 ]
 LabelName: TypeAlias = Annotated[
-    str, Allowed("up to 200 printable characters", lambda text: text.isprintable() and len(text) <= 200)
+    str, Form(lambda text: text.isprintable() and len(text) <= 200, "up to 200 printable characters")
 ]
-LabelNumber: TypeAlias = Annotated[float, Bounds(least=-1e12, most=1e12)]
+LabelNumber: TypeAlias = Annotated[float, Range(least=-1e12, most=1e12)]
 """Examples of a class, or the mean or the deviation of labels."""
 Length: TypeAlias = tuple[
-    Annotated[int, Bounds(least=1, most=2**20, whole=True)],
-    Annotated[int, Bounds(least=0, most=2**20, whole=True)],
+    Annotated[int, Range(least=1, most=2**20)],
+    Annotated[int, Range(least=0, most=2**20)],
     Examples,
 ]
 """(tokens, tokens to be predicted, examples that have so many); with those of rejected answers that are learned"""
@@ -81,10 +83,10 @@ class ClientMetadata:
     """
 
     task: TaskName
-    num_labels: Annotated[int, Bounds(least=0, most=10**4, whole=True)]
+    num_labels: Annotated[int, Range(least=0, most=10**4)]
     metric: Metric
     label_names: tuple[LabelName, ...]
-    max_length: Annotated[int, Bounds(least=1, most=2**20, whole=True)]
+    max_length: Annotated[int, Range(least=1, most=2**20)]
     examples: Mapping[Split, Examples]
     """Numbers of examples by split."""
     labels: Mapping[Split, tuple[LabelNumber, ...]]
@@ -92,11 +94,11 @@ class ClientMetadata:
     lengths: Mapping[Split, tuple[Length, ...]]
     images: bool = False
     """The examples are images."""
-    positive: Annotated[int, Bounds(least=0, most=10**4, whole=True)] | None = None
+    positive: Annotated[int, Range(least=0, most=10**4)] | None = None
     """The class that f1 is of."""
     multilabel: bool = False
     """An example has any number of the labels."""
-    left_out: Annotated[int, Bounds(least=0, most=MOST_EXAMPLES, whole=True)] = 0
+    left_out: Annotated[int, Range(least=0, most=MOST_EXAMPLES)] = 0
     """Rows that its task was given and the client has not."""
 
     @property

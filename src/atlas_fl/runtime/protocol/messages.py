@@ -6,21 +6,20 @@ does not know.
 """
 
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import gt
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 
 from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
+from atlas_fl.config.values import Form, convert_value, describe, unwrap_optional
 from atlas_fl.errors import ProtocolError, short_repr
+from atlas_fl.methods.knobs import Range
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
-from atlas_fl.ranks.devices import Bounds
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import Direction, Kind
@@ -67,23 +66,9 @@ class Identity:
                 )
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """The values that pass a test, beside `Bounds` the other annotation of a field that `read` knows."""
-
-    words: str
-    test: Callable[[Any], bool]
-
-    def __str__(self) -> str:
-        return self.words
-
-    def __contains__(self, value: object) -> bool:
-        return self.test(value)
-
-
-Sha256: TypeAlias = Annotated[str, Allowed("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)]
-Action: TypeAlias = Annotated[str, Allowed(", ".join(OPTIONS), OPTIONS.__contains__)]
-Count: TypeAlias = Annotated[int, Bounds(least=0, most=10**18, whole=True)]
+Sha256: TypeAlias = Annotated[str, Form(lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None, "a SHA-256")]
+Action: TypeAlias = Annotated[str, Form(OPTIONS.__contains__, ", ".join(OPTIONS))]
+Count: TypeAlias = Annotated[int, Range(least=0, most=10**18)]
 _METRICS, _PARAM = "metrics", "param/"
 CUT = "cut/"
 """Prefix of the names of messages through a cut."""
@@ -269,29 +254,21 @@ def read(kind: Any, value: Any, where: str) -> Any:
     """A value of this type from plain data; raises `ProtocolError` that names the place and what is allowed.
 
     Types are those of the fields of messages: scalars, literals, tuples, mappings and dataclasses, perhaps None, and
-    `Annotated` with `Bounds` or `Allowed`.
+    `Annotated` with a `Range` or a `Form`. The text `none` is a text here, and never None.
     """
-    arguments = get_args(kind)
-    origin = get_origin(kind)
-    allowed = getattr(kind, "__name__", str(kind))
-    if origin is Annotated:
-        if (result := read(arguments[0], value, where)) in arguments[1]:
+    if get_origin(kind) is Annotated:
+        inner, check = get_args(kind)
+        if check.fits(result := read(inner, value, where)):
             return result
-        allowed = str(arguments[1])
-    elif origin in (Union, UnionType):
-        (inner,) = (member for member in arguments if member is not NoneType)
+        raise _misfit(where, value, check.allowed)
+    if (inner := unwrap_optional(kind)) is not None:
         return None if value is None else read(inner, value, where)
-    elif origin is Literal:
-        if isinstance(value, str) and value in arguments:
-            return value
-        allowed = ", ".join(arguments)
-    elif origin is not None or is_dataclass(kind):
+    if is_dataclass(kind) or get_origin(kind) not in (None, Literal):
         return _read_entries(kind, value, where)
-    elif type(value) is kind:
-        return value
-    elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
-        return float(value)
-    raise _misfit(where, value, allowed)
+    try:
+        return convert_value(value, kind)
+    except ValueError:
+        raise _misfit(where, value, describe(kind)) from None
 
 
 def _read_entries(kind: Any, value: Any, where: str) -> Any:
