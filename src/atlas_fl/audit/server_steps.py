@@ -168,12 +168,16 @@ class Buffer(Averaging):
             return None
         sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
         path, begun = f"model/{part}/{key}", [f"begun/{step.plan.clients[one]}/step" for one in there]
-        late = [step.round - 1 - float(step.state[name]) if name in step.state else step.round - 1 for name in begun]
+        late = [max(0.0, step.round - 1 - float(step.state.get(name, 0.0))) for name in begun]
         eta = step.run.settings.server.buffer_lr
-        changes = [(new - old) / np.sqrt(1 + tau) for new, old, tau in zip(trained, sent, late, strict=True)]
-        x = numbers(step.state[path]) if path in step.state else np.mean(sent, axis=0)
+        shares = step.shares(there)
+        changes = [
+            share * (new - old) / np.sqrt(1 + tau)
+            for share, new, old, tau in zip(shares, trained, sent, late, strict=True)
+        ]
+        x = numbers(step.state[path]) if path in step.state else weighted(shares, sent)[0]
         size = float(np.linalg.norm(x)) + sum(float(np.linalg.norm(one)) for one in trained)
-        return path, np.asarray(x + eta * np.mean(changes, axis=0)), size
+        return path, np.asarray(x + eta * sum(changes)), size
 
 
 @dataclass(frozen=True, kw_only=True)

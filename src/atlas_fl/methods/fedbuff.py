@@ -1,8 +1,8 @@
 """FedBuff: the server steps as soon as K updates have arrived, and an old one counts less.
 
-    x_{t+1} = x_t + eta / K sum_k s(tau_k) (w'_k - w_k),     s(tau) = (1 + tau)^-1/2
+    x_{t+1} = x_t + eta sum_k p_k s(tau_k) (w'_k - w_k),     s(tau) = (1 + tau)^-1/2
 
-w_k is the model that client k began with, x of tau_k steps ago, and w'_k what it has trained from it. The client then
+p_k are shares of the examples of the K clients that have arrived, w_k is the model that client k began with, x of tau_k steps ago, and w'_k what it has trained from it. The client then
 begins again from x_{t+1}; the others go on with what they have. Nguyen et al., "Federated Learning with Buffered
 Asynchronous Aggregation", 2022 (arXiv:2106.06639), algorithm 1, with the staleness of their experiments.
 
@@ -79,7 +79,7 @@ class FedAvgByArrival(ByCohort):
     def staleness(self, state: ServerState, client: str, round: int) -> float:
         """The steps of the server since this client began."""
         begun = params_by_client(state, BEGUN).get(client)
-        return round - 1 - (float(begun["step"]) if begun else 0.0)
+        return max(0.0, round - 1 - (float(begun["step"]) if begun else 0.0))
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
         """A step of every cohort from x, whose members that took part begin again from what it makes."""
@@ -89,10 +89,9 @@ class FedAvgByArrival(ByCohort):
         late = [self.staleness(inputs.server_state, client, inputs.round) for client in clients]
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
-            one = dict.fromkeys(cohort.weights, 1 / len(cohort.weights))
-            scaled = {k: self.buffer_lr * weight * (1 + late[k]) ** -0.5 for k, weight in one.items()}
+            scaled = {k: self.buffer_lr * weight * (1 + late[k]) ** -0.5 for k, weight in cohort.weights.items()}
             x = newest.get(cohort.name, {}).get(name)
-            begin = values.sent(one) if x is None else x.to(torch.float64)
+            begin = values.sent(cohort.weights) if x is None else x.to(torch.float64)
             model = begin + values.trained(scaled) - values.sent(scaled)
             newest.setdefault(cohort.name, {})[name] = model.float().contiguous().cpu()
             return model
@@ -110,6 +109,6 @@ class FedAvgByArrival(ByCohort):
 FEDBUFF = PublishedMethod(
     summary="FedBuff: asynchronous steps by K updates, late ones count less (Nguyen et al. 2022, arXiv:2106.06639).",
     rule="fedavg_by_arrival",
-    differs="a client waits until its update is used; heads step by task; the last step waits for all",
+    differs="shares by examples, there equal; a client waits until its update is used; the last step waits for all",
     settings=FACTORS,
 )
