@@ -29,7 +29,7 @@ ROUNDS = 3
 ALPHA = 0.1
 """Of FedDyn."""
 ONE_RANK = (
-    *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated"),
+    *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated", "fedavg_by_arrival"),
     *("fedavg_with_residual", "fedavg_with_rest"),
     *("fedavg_of_cores", "fedavg_of_heads", "fedavg_in_tree_and_outside"),
 )

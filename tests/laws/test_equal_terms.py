@@ -115,6 +115,7 @@ Of all others at most 1.25."""
 NO_AVERAGE = {
     **dict.fromkeys(("fedadagrad", "fedyogi", "fedadam"), "steps of the server's optimizer"),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), "a step that its correction lengthens"),
+    **dict.fromkeys(("fedavg_by_arrival", "fedbuff"), "a step in which late updates count less"),
     **dict.fromkeys(("ties", "dare"), "parts of updates, enlarged"),
     **dict.fromkeys(("fedavg_of_cores", "fedsb"), "adapters of another form"),
 }

@@ -345,7 +345,7 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
     start = computed(*step(name, options, federation, absent, before=held, state=state))
     other = {**held, "movie-2": model(55, ranks[2], 2)}
     changed = computed(*step(name, options, federation, absent, before=other, state=state))
-    if name in ("local", "atlas_laplacian", "pfedgraph", "fedavg_by_distance"):
+    if name in ("local", "atlas_laplacian", "pfedgraph", "fedavg_by_distance", "fedavg_by_arrival"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas_laplacian"), (
             "still a neighbour"

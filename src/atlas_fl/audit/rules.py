@@ -15,6 +15,7 @@ from atlas_fl.audit.kriging import (
 )
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import (
+    Buffer,
     ByRankOne,
     Cores,
     Dynamic,
@@ -68,6 +69,7 @@ RULES: Mapping[str, Formula] = {
     "fedadagrad": ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),
     "fedyogi": ServerOptimizer(kind="fedyogi", lr=0.01, beta1=0.9),
     "fedadam": ServerOptimizer(kind="fedadam", lr=0.01, beta1=0.9),
+    **dict.fromkeys(("fedavg_by_arrival", "fedbuff"), Buffer()),
     "ties": Merge(merge=by_sign),
     "dare": Merge(merge=by_chance),
     "pfedgraph": ByDirections(),

@@ -3,6 +3,7 @@
     server optimizers   algorithm 2 of Reddi et al., 2021, cohort by cohort and value by value
     TIES, DARE          algorithm 1 of Yadav et al., 2023, and drop and rescale of Yu et al., 2024
     raFLoRA             Wu et al., 2026, partition by partition
+    FedBuff             algorithm 1 of Nguyen et al., 2022, from the state's x and the steps since each client began
     FedRot-LoRA         rotations by full decompositions (Zhang et al., 2026)
     FedSVD              the full decomposition of the product of the averages (Lee et al., 2025)
     FedDyn              average of what was trained, and the mean of the sums of changes (Acar et al., 2021)
@@ -137,6 +138,46 @@ class OfCohort(Averaging):
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
         """The next value from these clients' updates, and the size of what went in."""
         return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+
+
+class Buffer(Averaging):
+    """FedBuff: x of all, or of a task's heads, moved by changes over the root of one and the steps since they began."""
+
+    average = Mean(within="all")
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The newest x of a client that took part; None for the others."""
+        moved = self._moved(step, k, key) if step.present[k] else None
+        return None if moved is None else moved[1:]
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The newest x, and the step after which each client began."""
+        state = arrays(step.state)
+        for k, client in enumerate(step.plan.clients):
+            if step.present[k]:
+                state[f"begun/{client}/step"] = np.array(float(step.round))
+                keys = [key for key in step.before[client] if is_mixed(key, step.run.mixing.share)]
+                moved = [self._moved(step, k, key) for key in keys if step.before[client][key].numel()]
+                state |= {path: x for path, x, _ in filter(None, moved)}
+        return state
+
+    def _moved(self, step: Step, k: int, key: str) -> tuple[str, np.ndarray, float] | None:
+        mates = step.mates(k, key)
+        there, part = step.there(mates), f"task-{step.plan.tasks[k]}" if key.startswith(HEAD) else "all"
+        if len(mates) < 2:
+            return None
+        sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
+        path, begun = f"model/{part}/{key}", [f"begun/{step.plan.clients[one]}/step" for one in there]
+        late = [max(0.0, step.round - 1 - float(step.state.get(name, 0.0))) for name in begun]
+        eta = step.run.settings.server.buffer_lr
+        shares = step.shares(there)
+        changes = [
+            share * (new - old) / np.sqrt(1 + tau)
+            for share, new, old, tau in zip(shares, trained, sent, late, strict=True)
+        ]
+        x = numbers(step.state[path]) if path in step.state else weighted(shares, sent)[0]
+        size = float(np.linalg.norm(x)) + sum(float(np.linalg.norm(one)) for one in trained)
+        return path, np.asarray(x + eta * sum(changes)), size
 
 
 @dataclass(frozen=True, kw_only=True)

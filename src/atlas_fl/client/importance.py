@@ -103,7 +103,7 @@ def gradient_batches(job: Job, site: Site, *, half: int, count: int, most: int |
 
     Further ones would hold the same examples again, and a mean or root mean square of them the same numbers.
     """
-    options = replace(job.options.train, half=half, most=most)
+    options: TrainOptions = replace(job.options.train, half=half, most=most)
     examples = len(positions(len(site.data[job.client].splits["train"]), job.client, options, secret=None))
     return min(count, max(1, math.ceil(examples / options.batch_size)))
 

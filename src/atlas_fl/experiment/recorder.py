@@ -242,6 +242,7 @@ class Recorder:
     def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
         rows = record.events()
         common = {"round": record.round}
+        rows.append({**common, "event": "timed", "device_seconds": record.device_seconds})
         if record.diversity is not None:
             discarded = {"discarded": dict(record.step.discarded)}
             rows.append({**common, "event": "mixed", **asdict(record.diversity), **discarded})

@@ -214,7 +214,7 @@ def run_rounds(
             recorder.record_join(join)
         if is_reclustered(assembly.config, number):
             planned, state = _recluster(assembly, planned, engine, state, recorder, on_event=on_event)
-        state, messages = choose_models(assembly, engine, state, round_start(assembly, state))
+        state, messages = choose_models(assembly, engine, state, round_start(assembly, state, planned))
         if messages is not None:
             recorder.record_choice(messages, state)
         state, record = one_round(assembly, planned, engine, state)
@@ -252,13 +252,20 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
-def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
+def round_start(assembly: Assembly, state: FederationState, planned: PlanResult) -> RoundStart:
     """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
+    clients, seconds = strategy_of(config).schedule(
+        tuple(name for name in drawn if name in assembly.names),
+        round=number,
+        rounds=last_aggregation(config),
+        seconds={client.name: client.predicted["seconds"] for client in planned.plan.clients},
+    )
     return RoundStart(
         round=number,
-        clients=tuple(name for name in drawn if name in assembly.names),
+        clients=clients,
+        device_seconds=seconds,
         tasks={client.name: client.task.name for client in assembly.clients},
         examples={client.name: len(client.train) for client in assembly.clients},
         client_models=state.client_models,
@@ -311,7 +318,7 @@ def one_round(
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config = assembly.config
-    start, parts = round_start(assembly, state), parts_of_config(config)
+    start, parts = round_start(assembly, state, planned), parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     engine = attach_hosts(assembly, planned.plan.clients, engine)
     method, sent, kept = strategy_of(config), dict[str, ByClient](), {"momentum": start.of("momentum")}
@@ -377,6 +384,7 @@ def one_round(
     record = RoundRecord(
         round=start.round,
         sampled=start.clients,
+        device_seconds=start.device_seconds,
         before=state,
         received=received,
         step=step,

@@ -148,6 +148,8 @@ class RoundRecord:
 
     round: int
     sampled: tuple[str, ...]
+    device_seconds: float
+    """How long the round takes on the devices' profiles."""
     before: "FederationState"
     """The federation as the round began."""
     received: ReceivedUpdates

@@ -57,6 +57,8 @@ class RoundStart:
     """Every client trains for itself: the last aggregation is past."""
     aggregates: bool = True
     """The round ends in an aggregation."""
+    device_seconds: float = 0.0
+    """How long it takes on the devices' profiles."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""
@@ -264,6 +266,16 @@ class Method(Part):
     def granularity(self) -> str:
         """Which parameters have a matrix of their own (`all`, `layer`, `last layer`)."""
         return "all"
+
+    def schedule(
+        self, drawn: Sequence[str], *, round: int, rounds: int, seconds: Mapping[str, float]
+    ) -> tuple[tuple[str, ...], float]:
+        """(who trains in this round of the drawn clients, how long it takes); by default all, and the slowest.
+
+        `seconds` are what the plan predicts for a round of each client, `rounds` how many the run has.
+        """
+        del round, rounds
+        return tuple(drawn), max((seconds[name] for name in drawn), default=0.0)
 
     # what the server makes of updates
 

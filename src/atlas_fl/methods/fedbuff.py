@@ -1,0 +1,114 @@
+"""FedBuff: the server steps as soon as K updates have arrived, and an old one counts less.
+
+    x_{t+1} = x_t + eta sum_k p_k s(tau_k) (w'_k - w_k),     s(tau) = (1 + tau)^-1/2
+
+p_k are shares of the examples of the K clients that have arrived, w_k is the model that client k began with, x of tau_k steps ago, and w'_k what it has trained from it. The client then
+begins again from x_{t+1}; the others go on with what they have. Nguyen et al., "Federated Learning with Buffered
+Asynchronous Aggregation", 2022 (arXiv:2106.06639), algorithm 1, with the staleness of their experiments.
+
+Who arrives when follows from the seconds that the plan predicts for each client's round (`arrivals`): a virtual clock,
+by which a run can be resumed and computed again. The server ends with a step in which it waits for all, so that
+everyone has the last model.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
+from atlas_fl.params import ServerState, params_by_client
+
+MODEL, BEGUN = "model", "begun"
+"""Entries of the server state: x by cohort and tensor, and by client the step after which it began (`step`)."""
+
+
+def arrivals(seconds: Mapping[str, float], *, buffer: int, steps: int) -> tuple[tuple[str, ...], float]:
+    """(clients whose updates make the last of so many steps, seconds on the clock since the step before).
+
+    All begin at 0; the client that comes first in `seconds` wins a tie.
+
+    >>> arrivals({"fast": 1.0, "slow": 3.5}, buffer=1, steps=4)
+    (('slow',), 0.5)
+    """
+    order = {name: place for place, name in enumerate(seconds)}
+    running = [(duration, order[name], name) for name, duration in seconds.items()]
+    heapq.heapify(running)
+    now = before = 0.0
+    there: list[str] = []
+    for _ in range(steps):
+        before, there = now, []
+        for _ in range(min(buffer, len(seconds))):
+            now, _, name = heapq.heappop(running)
+            there.append(name)
+        for name in there:
+            heapq.heappush(running, (now + seconds[name], order[name], name))
+    return tuple(sorted(there, key=order.__getitem__)), now - before
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgByArrival(ByCohort):
+    """Steps of the server by updates that arrive at their own time, `--buffer` of them."""
+
+    buffer: Annotated[int, Range(least=1)] = 3
+    """Updates of a step of the server; 10 in the paper, which has thousands of clients."""
+    buffer_lr: Annotated[float, Range(above=0), Tried("fedbuff", values=(1.0, 0.5, 2.0))] = 1.0
+    """Learning rate eta of the server."""
+
+    name = "fedavg_by_arrival"
+    equal_ranks = True
+    in_factors = True
+    takes_newcomers = False
+    across_machines: ClassVar[str] = "its clock is that of the devices' profiles"
+    fixed: ClassVar = {"space": "factors", "within": "all"}
+
+    def schedule(
+        self, drawn: Sequence[str], *, round: int, rounds: int, seconds: Mapping[str, float]
+    ) -> tuple[tuple[str, ...], float]:
+        """The clients whose updates fill the buffer in this round, and the seconds that it takes; all in the last."""
+        running = {name: seconds[name] for name in drawn}
+        if round < rounds:
+            return arrivals(running, buffer=self.buffer, steps=round)
+        return super().schedule(drawn, round=round, rounds=rounds, seconds=seconds)
+
+    def staleness(self, state: ServerState, client: str, round: int) -> float:
+        """The steps of the server since this client began."""
+        begun = params_by_client(state, BEGUN).get(client)
+        return max(0.0, round - 1 - (float(begun["step"]) if begun else 0.0))
+
+    def aggregate(self, inputs: StepInputs) -> Aggregated:
+        """A step of every cohort from x, whose members that took part begin again from what it makes."""
+        known = params_by_client(inputs.server_state, MODEL)
+        newest: dict[str, dict[str, Tensor]] = {cohort: dict(tensors) for cohort, tensors in known.items()}
+        clients = inputs.federation.clients
+        late = [self.staleness(inputs.server_state, client, inputs.round) for client in clients]
+
+        def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
+            scaled = {k: self.buffer_lr * weight * (1 + late[k]) ** -0.5 for k, weight in cohort.weights.items()}
+            x = newest.get(cohort.name, {}).get(name)
+            begin = values.sent(cohort.weights) if x is None else x.to(torch.float64)
+            model = begin + values.trained(scaled) - values.sent(scaled)
+            newest.setdefault(cohort.name, {})[name] = model.float().contiguous().cpu()
+            return model
+
+        done = self.step(next_value, inputs)
+        begun = {**params_by_client(inputs.server_state, BEGUN)}
+        begun |= {client: {"step": torch.tensor(float(inputs.round))} for client in inputs.updates}
+        models = {
+            client: done.client_models[client] if client in inputs.updates else inputs.client_models[client]
+            for client in done.client_models
+        }
+        return replace(done, server_state={MODEL: newest, BEGUN: begun}, client_models=models)
+
+
+FEDBUFF = PublishedMethod(
+    summary="FedBuff: asynchronous steps by K updates, late ones count less (Nguyen et al. 2022, arXiv:2106.06639).",
+    rule="fedavg_by_arrival",
+    differs="shares by examples, there equal; a client waits until its update is used; the last step waits for all",
+    settings=FACTORS,
+)
