@@ -4,8 +4,8 @@
 
 p_k are shares of the examples of the K clients that have arrived, w_k is the model that client k began with, x of tau_k
 steps ago, and w'_k what it has trained from it. The client then begins again from x_{t+1}; the others go on with what
-they have. Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", 2022 (arXiv:2106.06639), algorithm
-1, with the staleness of their experiments.
+they have. Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", 2022 (arXiv:2106.06639),
+algorithm 1, with the staleness of their experiments.
 
 Who arrives when follows from the seconds that the plan predicts for each client's round (`arrivals`): a virtual clock,
 by which a run can be resumed and computed again. The server ends with a step in which it waits for all, so that
