@@ -15,7 +15,7 @@ from importlib import resources
 
 from atlas_fl import ranks
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
-from atlas_fl.methods.knobs import Range
+from atlas_fl.ranges import Range
 
 UPLOAD_SECONDS = 1.0
 """Time that the upload of the adapters may take."""
