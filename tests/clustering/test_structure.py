@@ -71,6 +71,17 @@ def test_what_chance_splits_or_joins_is_rarely_called_structure(world, planted):
     assert proposed == 12 and alarms <= 2
 
 
+@pytest.mark.parametrize(("groups", "found"), [([60] * 5, True), ([300], False), ([1] * 300, False)])
+def test_of_many_clients_some_are_tested_and_the_verdict_is_that_of_all(groups, found, planted, monkeypatch):
+    first, second, _ = planted(groups, signal=0.3, dim=256)
+    verdict = structure_test(first, second, linkage_silhouette, SETTINGS)
+    assert verdict.found is found and " (of 256 of 300 clients, drawn at random) " in verdict.reason
+    assert verdict == structure_test(first, second, linkage_silhouette, SETTINGS)
+    monkeypatch.setattr("atlas_fl.clustering.k_search.MOST_TESTED", 300)
+    everyone = structure_test(first, second, linkage_silhouette, SETTINGS)
+    assert everyone.found is found and "drawn at random" not in everyone.reason
+
+
 def blend(common: np.ndarray, own: np.ndarray, shares: list[float], *, noise: float, seed: int) -> np.ndarray:
     """Both halves (2, n, d): a part that all share, a share of the own direction of each, and noise of each half."""
     rng = np.random.default_rng(seed)

@@ -107,6 +107,8 @@ Statistic: TypeAlias = Callable[[np.ndarray, np.ndarray, ClusteringSettings], fl
 
 MIN_CLIENTS = 3
 """Clients below which no grouping can be told from chance."""
+MOST_TESTED = 256
+"""Clients on which structure is tested, drawn at random of more: the test then takes as long however many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,14 @@ WORLDS = {"unrelated": draw_unrelated, "alike": draw_alike}
 def structure_test(
     first: np.ndarray, second: np.ndarray, statistic: Statistic, settings: ClusteringSettings
 ) -> Verdict:
-    """The verdict on sketches (n, d), (n, d) of decided clients."""
+    """The verdict on sketches (n, d), (n, d) of decided clients, from those of `MOST_TESTED` where there are more."""
     if len(first) < MIN_CLIENTS:
         return Verdict(found=False, reason=f"{len(first)} decided clients are too few to test for structure")
+    tested = ""
+    if len(first) > MOST_TESTED:
+        tested = f" (of {MOST_TESTED} of {len(first)} clients, drawn at random)"
+        chosen = generator(settings.seed, "structure", "clients").choice(len(first), MOST_TESTED, replace=False)
+        first, second = first[chosen], second[chosen]
     observed, limits = statistic(first, second, settings), {}
     for world, draw_from in WORLDS.items():
         rngs = (generator(settings.seed, "structure", world, draw) for draw in range(settings.draws))
@@ -160,7 +167,7 @@ def structure_test(
     world = max(WORLDS, key=lambda name: limits[name])
     found = observed > max(limits[world], 0.0)
     compared = f"{'above' if found else 'not above'} the 95th percentile {limits[world]:.3f} of {world} clients"
-    return Verdict(found=found, reason=f"silhouette {observed:.3f} is {compared}")
+    return Verdict(found=found, reason=f"silhouette {observed:.3f}{tested} is {compared}")
 
 
 @dataclass(frozen=True, kw_only=True)
