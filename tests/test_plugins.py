@@ -145,7 +145,7 @@ SCRIPT = """
 from typing import Annotated
 from atlas_fl import audit_run, find_preset, resume_run, run_config, with_values
 from atlas_fl.aggregation.matrices import average
-from atlas_fl.methods.knobs import Range
+from atlas_fl.ranges import Range
 from atlas_fl.methods.method import Method
 from atlas_fl.plugins import register
 
@@ -283,7 +283,7 @@ def test_plugins_are_told_apart_from_a_list_of_words_that_is_none() -> None:
 
 KNOBS = """from typing import Annotated, Literal
 import numpy as np
-from atlas_fl.methods.knobs import Range
+from atlas_fl.ranges import Range
 from atlas_fl.methods.method import Method
 
 @register("method")

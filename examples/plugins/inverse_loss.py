@@ -8,9 +8,9 @@ from typing import Annotated
 import numpy as np
 
 from atlas_fl.aggregation.matrices import average
-from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Method
 from atlas_fl.plugins import register
+from atlas_fl.ranges import Range
 
 
 @register("method")

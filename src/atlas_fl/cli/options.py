@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
 from atlas_fl.deployment.consent import ServiceChoices, SiteChoices
-from atlas_fl.methods.knobs import Range
+from atlas_fl.ranges import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "cuts"]

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from atlas_fl.config.values import Form, Mark, invalid_value, parse_integer
-from atlas_fl.methods.knobs import Range, Tried, knobs_class
+from atlas_fl.methods.knobs import Tried, knobs_class
 from atlas_fl.plugins import split_pin
+from atlas_fl.ranges import Range
 
 MOST_NAME_BYTES = 200
 """Bytes of a run's name: file systems allow 255, and files beside it are named after it."""

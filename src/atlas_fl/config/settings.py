@@ -21,7 +21,8 @@ from atlas_fl.config.values import (
     wrong_kind,
 )
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
-from atlas_fl.methods.knobs import Range, Tried, documented_fields, knobs_class
+from atlas_fl.methods.knobs import Tried, documented_fields, knobs_class
+from atlas_fl.ranges import Range
 
 
 @dataclass(frozen=True)

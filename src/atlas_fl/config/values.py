@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from atlas_fl.errors import ConfigError, short_repr
-from atlas_fl.methods.knobs import LARGEST as LARGEST
+from atlas_fl.ranges import LARGEST as LARGEST
 
 NONE = "none"
 LIST_SEPARATOR = "+"

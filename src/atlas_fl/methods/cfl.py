@@ -25,9 +25,10 @@ from torch import Tensor
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Chosen, Federation, Groups, Square, Vector, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.params import ServerState, subtree, tensors
+from atlas_fl.ranges import Range
 
 LARGEST_WHOLE = 2
 """Largest cluster that is never cut."""

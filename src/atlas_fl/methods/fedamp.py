@@ -17,9 +17,9 @@ import numpy as np
 from atlas_fl.aggregation.matrices import Square
 from atlas_fl.aggregation.rules import MixingContext, present_by_group
 from atlas_fl.methods.averages import Averaging
-from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.robust import model_distances
+from atlas_fl.ranges import Range
 
 
 def attention(squares: Square, *, alpha: float, sigma: float) -> Square:

@@ -20,10 +20,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
 from atlas_fl.params import ServerState, params_by_client
+from atlas_fl.ranges import Range
 
 MODEL, BEGUN = "model", "begun"
 """Entries of the server state: x by cohort and tensor, and by client the step after which it began (`step`)."""

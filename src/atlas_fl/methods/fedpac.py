@@ -36,9 +36,10 @@ from atlas_fl.aggregation.matrices import Square, Vector
 from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group
 from atlas_fl.errors import short_repr
 from atlas_fl.methods.averages import Averaging
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import PublishedMethod, Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
+from atlas_fl.ranges import Range
 
 FEATURES = "class_features"
 """The entry of the server state: what the clients of the last aggregation reported, by client."""

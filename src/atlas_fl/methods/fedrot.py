@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.averages import AveragingFactors
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
+from atlas_fl.ranges import Range
 
 
 def nearest_rotation(matrix: Tensor) -> Tensor:

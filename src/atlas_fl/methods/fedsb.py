@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
@@ -33,6 +33,7 @@ from atlas_fl.params import (
     subtree,
     tensors,
 )
+from atlas_fl.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True)

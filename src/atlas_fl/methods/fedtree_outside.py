@@ -21,7 +21,7 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
@@ -33,6 +33,7 @@ from atlas_fl.params import (
     lora_modules,
     params_by_client,
 )
+from atlas_fl.ranges import Range
 
 OUTSIDE = "outside"
 """The entry of the server state: the adapter of everybody outside, by client."""

@@ -23,9 +23,10 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, Groups, Square
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.params import HEAD, ByClient, ServerState, shared_params, subtree
+from atlas_fl.ranges import Range
 
 CUTS = "cuts"
 """The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""

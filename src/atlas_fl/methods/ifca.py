@@ -23,9 +23,10 @@ import torch
 
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Choice, Losses, Method, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
+from atlas_fl.ranges import Range
 from atlas_fl.rng import generator
 
 LOSSES = "losses"

@@ -14,9 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from atlas_fl.ranges import LARGEST, Range
-
-__all__ = ["KNOB", "LARGEST", "Range", "Tried", "knobs_class"]
+from atlas_fl.ranges import Range
 
 KNOB = "knob"
 """Mark of a knob that is no number."""

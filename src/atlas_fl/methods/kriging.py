@@ -55,7 +55,6 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, HalfGram, Square, Vector
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
 from atlas_fl.params import (
@@ -68,6 +67,7 @@ from atlas_fl.params import (
     tensors,
     unflatten_by_client,
 )
+from atlas_fl.ranges import Range
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""

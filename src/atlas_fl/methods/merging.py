@@ -23,9 +23,10 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
+from atlas_fl.ranges import Range
 from atlas_fl.rng import torch_generator
 
 Changes: TypeAlias = Iterable[tuple[str, float, Tensor]]

@@ -28,8 +28,9 @@ import numpy as np
 
 from atlas_fl.aggregation.distances import gram_distances
 from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
-from atlas_fl.methods.knobs import KNOB, Range, Tried
+from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.kriging import FromHalves, variance_between
+from atlas_fl.ranges import Range
 
 TINY = 1e-12
 """Share of the largest total variance below which one is rounding."""

@@ -19,9 +19,10 @@ import numpy as np
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, Vector
-from atlas_fl.methods.knobs import KNOB, Range, Tried
+from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
+from atlas_fl.ranges import Range
 
 INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""

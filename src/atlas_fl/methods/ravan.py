@@ -17,9 +17,10 @@ from torch import Tensor
 
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, PublishedMethod, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
+from atlas_fl.ranges import Range
 from atlas_fl.rng import torch_generator
 
 

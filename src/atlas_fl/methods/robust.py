@@ -27,10 +27,10 @@ from torch import Tensor
 from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation, Square, Vector, average
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, groups_within
-from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, NextValue, cohorts
 from atlas_fl.params import ByClient, Params, ServerState
+from atlas_fl.ranges import Range
 
 TIE = 1e-9
 """Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""

@@ -18,9 +18,10 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.knobs import KNOB, Range, Tried
+from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import OwnTraining, Part, RoundStart
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
+from atlas_fl.ranges import Range
 
 
 @dataclass(frozen=True, kw_only=True)

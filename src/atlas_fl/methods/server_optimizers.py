@@ -27,7 +27,7 @@ from torch import Tensor
 from atlas_fl.aggregation import lora_product, rules
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.errors import ProtocolError
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, Method, StepInputs
 from atlas_fl.params import (
     HEAD,
@@ -39,6 +39,7 @@ from atlas_fl.params import (
     params_by_client,
     shared_params,
 )
+from atlas_fl.ranges import Range
 
 SECOND_MOMENTS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "fedadagrad": lambda v, square, _: v + square,

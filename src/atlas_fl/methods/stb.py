@@ -24,8 +24,9 @@ from typing import Annotated
 import numpy as np
 
 from atlas_fl.aggregation.matrices import HalfGram, Square, Vector
-from atlas_fl.methods.knobs import Range, Tried
+from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.kriging import FromHalves, measure
+from atlas_fl.ranges import Range
 
 
 def neighbour_rows(covariance: Square, noise: Vector, *, zeta: float, c: float) -> Square:

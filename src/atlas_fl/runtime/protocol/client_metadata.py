@@ -17,9 +17,9 @@ from atlas_fl.config.values import Form
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.methods.knobs import Range
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
+from atlas_fl.ranges import Range
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.runtime.protocol.messages import read_fields
 

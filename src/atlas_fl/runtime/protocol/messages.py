@@ -17,9 +17,9 @@ from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
 from atlas_fl.config.values import Form, convert_value, describe, unwrap_optional
 from atlas_fl.errors import ProtocolError, short_repr
-from atlas_fl.methods.knobs import Range
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
+from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import Direction, Kind
