@@ -74,7 +74,9 @@ def chosen(engine: Losses, **words: Any) -> Any:
 
 
 def choose(assembly: Any, engine: Any, state: FederationState) -> tuple[FederationState, Any]:
-    return choose_models(assembly, engine, state, round_start(assembly, state))
+    planned = [SimpleNamespace(name=name, predicted={"seconds": 1.0}) for name in assembly.names]
+    start = round_start(assembly, state, SimpleNamespace(plan=SimpleNamespace(clients=planned)))
+    return choose_models(assembly, engine, state, start)
 
 
 @dataclass

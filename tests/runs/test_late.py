@@ -94,9 +94,10 @@ def test_rows_and_bytes_of_a_newcomer_begin_with_its_round(late: RunResult) -> N
     assert sorted(path.name for path in RunFolder(late.folder).adapters.iterdir()) == sorted(late.summary["clients"])
 
 
-def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make, late: RunResult) -> None:
-    cut = run_config(config(name="late", rounds=3, arrive=LATE, eta=0.3, split="movie-1=1"))
-    assert same_tensors(state(cut.folder), state(late.folder))
+def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make) -> None:
+    words = {"rounds": 3, "arrive": LATE, "eta": 0.3, "pack_tokens": 1}  # who is cut is in no pack
+    whole, cut = (run_config(config(name=f"late-{split}", split=split, **words)) for split in ("none", "movie-1=1"))
+    assert same_tensors(state(cut.folder), state(whole.folder))
     sent = [row for row in rows(cut.folder, "ledger") if row["client"] == "movie-1" and row["round"] == 2]
     assert {row["phase"] for row in sent if row.get("phase")} == {"fingerprint"}, "importance is that of its cluster"
     assert {row["kind"] for row in sent if row.get("phase")} == {"activation", "label"}

@@ -149,7 +149,7 @@ def resample_clients(assembly: Assembly, updates: Mapping[str, Update]) -> dict[
 def resample_scores(task: Task, outcomes: Params, *, rng: np.random.Generator) -> np.ndarray:
     """Scores in the task's metric over draws of its test examples with replacement, (RESAMPLES,)."""
     labels, outputs, rows = (outcomes[name].numpy() for name in ("labels", "outputs", "rows"))
-    size = len(labels)
+    size = len(rows)
     if task.writes or (task.has_classes and task.metric == "accuracy"):
         drawn = rng.multinomial(size, np.full(size, 1 / size), size=RESAMPLES)
         shares: np.ndarray = drawn @ _hits(task, labels, outputs, rows) / np.maximum(drawn @ rows, 1)
