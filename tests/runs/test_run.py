@@ -165,6 +165,8 @@ def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns,
 
 NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_dynamic": {"space": "factors", "ranks": "4", "proximal_mu": 0.1},
+    # the last of its rounds waits for everyone, and the second for three
+    "fedavg_by_arrival": {"space": "factors", "ranks": "4", "participation": 1, "buffer": 3, "rounds": 3},
     "fedavg_by_rank": {"space": "product"},
     "fedavg_by_rank_one": {"space": "factors"},
     "fedavg_in_tree_and_outside": {"space": "factors", "ranks": "4", "tree_threshold": 0},
@@ -185,8 +187,8 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(RULES), cycle(("product", "factors")))))
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
-    words = {"space": space, **NEEDED.get(strategy, {})}
-    result = run_config(config(strategy=strategy, eta="0.4", participation="0.75", rounds=2, **words))
+    words = {"space": space, "participation": "0.75", "rounds": 2, **NEEDED.get(strategy, {})}
+    result = run_config(config(strategy=strategy, eta="0.4", **words))
     passing_audit(result.folder)
     checked = json.loads((result.folder / "audit/round-0002/record.json").read_text())
     assert len(checked["participants"]) == 3 and set(checked["loaded"]) == set(checked["participants"])

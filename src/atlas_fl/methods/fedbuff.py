@@ -33,24 +33,23 @@ MODEL, BEGUN = "model", "begun"
 def arrivals(seconds: Mapping[str, float], *, buffer: int, steps: int) -> tuple[tuple[str, ...], float]:
     """(clients whose updates make the last of so many steps, seconds on the clock since the step before).
 
-    All begin at 0; the client that comes first in `seconds` wins a tie.
+    All begin at 0; of two at once the first by name comes first.
 
     >>> arrivals({"fast": 1.0, "slow": 3.5}, buffer=1, steps=4)
     (('slow',), 0.5)
     """
-    order = {name: place for place, name in enumerate(seconds)}
-    running = [(duration, order[name], name) for name, duration in seconds.items()]
+    running = [(duration, name) for name, duration in seconds.items()]
     heapq.heapify(running)
     now = before = 0.0
     there: list[str] = []
     for _ in range(steps):
         before, there = now, []
         for _ in range(min(buffer, len(seconds))):
-            now, _, name = heapq.heappop(running)
+            now, name = heapq.heappop(running)
             there.append(name)
         for name in there:
-            heapq.heappush(running, (now + seconds[name], order[name], name))
-    return tuple(sorted(there, key=order.__getitem__)), now - before
+            heapq.heappush(running, (now + seconds[name], name))
+    return tuple(name for name in seconds if name in there), now - before
 
 
 @dataclass(frozen=True, kw_only=True)
