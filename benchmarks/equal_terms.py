@@ -2,9 +2,9 @@
 
 A unit is a few methods in one federation: their trials on development seeds, then the chosen settings on the seeds of
 the comparison (`atlas compare --trials`), in one process, where they share what they have in common. Its rows go to a
-CSV file with the record of its tuning, and its folders are deleted. Methods whose rows are there are not run again;
-rows of settings that mean something else by now are refused by `atlas results`. The pages of results are made from
-the file alone.
+CSV file with the record of its tuning, and its folder below `--folders` is deleted; a unit that was stopped goes on
+with the runs in its folder. Methods whose rows are there are not run again; rows of settings that mean something else
+by now are refused by `atlas results`. The pages of results are made from the file alone.
 
     python benchmarks/equal_terms.py --rows benchmarks/equal_terms.csv --jobs 2 --minutes 60
     atlas results benchmarks/equal_terms.csv --control fedavg --all --to docs/results.md
@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -87,6 +86,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=Path("benchmarks/equal_terms.csv"), help="the file of rows")
     parser.add_argument("--together", type=int, default=4, help="methods of a unit")
     parser.add_argument("--jobs", type=int, default=2, help="units at once")
+    parser.add_argument("--folders", type=Path, default=Path("runs/equal_terms"), help="where units keep their runs")
     parser.add_argument("--minutes", type=float, default=60, help="no unit begins after so many minutes")
     parser.add_argument("--federations", nargs="*", default=[], help="these alone")
     parser.add_argument("--methods", nargs="*", default=[], help="these alone")
@@ -99,7 +99,7 @@ def main() -> int:
         if time.monotonic() > end:
             return
         began = time.monotonic()
-        folder = Path(tempfile.mkdtemp(prefix="equal-terms-"))
+        folder = given.folders / "-".join((unit.federation, *unit.methods))
         done = subprocess.run(unit.command(folder), capture_output=True, text=True, check=False)
         words = f"{unit.federation} {' '.join(unit.methods)}: {time.monotonic() - began:.0f} s"
         if done.returncode:
