@@ -15,10 +15,11 @@ from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import client_side_of
 from atlas_fl.client.split_server import Payloads, ServerHalf
-from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import AtlasError, DataError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
+from atlas_fl.runtime.coordinator.secure_sums import SUM, SumSite
 from atlas_fl.runtime.coordinator.split_server import answer_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
@@ -159,6 +160,8 @@ class SiteClient:
     """Saves the final model, given its digest at the server."""
     policy: Policy
     """The consent of the site."""
+    sums: SumSite | None = None
+    """Sends trained models into secure sums alone; None where the settings have none."""
     _registrations: int = 0
     """Times in a row that the server asked it to register."""
     _hosted_clients: HostedClients = field(default_factory=HostedClients)
@@ -185,6 +188,8 @@ class SiteClient:
                 self.policy.check_host(head)
                 answer = self._hosted_clients.answer(head, tensors, self.load_site(None, None))
                 head, tensors = self.link.exchange(*answer)
+            elif head.get("kind") == SUM and self.sums is not None:
+                head, tensors = self.link.exchange(*self._take_step(self.sums, head, tensors))
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
@@ -243,4 +248,13 @@ class SiteClient:
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
         self.policy.check_answer(action, job, sent)
-        return head, sent
+        if self.sums is None or action != "train":
+            return head, sent
+        return self.sums.withhold(job, head, sent)
+
+    def _take_step(self, sums: SumSite, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+        """The answer to a step of a secure sum."""
+        try:
+            return {"kind": "result", "number": head.get("number")}, sums.answer(head, tensors)
+        except DataError as error:
+            return {"kind": "failed", "number": head.get("number"), "reason": str(error)}, NO_TENSORS
