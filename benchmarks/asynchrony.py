@@ -79,7 +79,10 @@ def main() -> None:
             print(f"{seed:<6} {name:<8} {reached:<11} {clock:5.1f} s   {updates:<9} {score:.3f}", flush=True)
         if times["fedbuff"] < math.inf:
             ratios.append(times["fedit"] / times["fedbuff"])
-    print(f"FedIT takes {statistics.fmean(ratios):.1f} times as long, in {len(ratios)} of {len(given.seeds)}")
+    if ratios:
+        print(
+            f"FedIT takes {statistics.fmean(ratios):.1f} times as long; FedBuff arrives in {len(ratios)} of all seeds"
+        )
 
 
 if __name__ == "__main__":
