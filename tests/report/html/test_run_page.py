@@ -203,6 +203,7 @@ def test_mishaps_are_listed_once_with_their_rounds(make_run) -> None:
         {"round": 4, "client": "trec-1", "event": "joined", "cluster": 1},
         {"round": 4, "client": "trec-2", "event": "hosted", "work": "training", "host": "movie-0"},
         {"round": 4, "event": "mixed", "spread_before": 0.0},
+        {"round": 4, "event": "timed", "device_seconds": 1.5},
     )
     rows = {row["client"]: row for row in table_of(page_of(run), "Events")}
     assert set(rows) == {"movie-1", "trec-0", "trec-1", "trec-2"}

@@ -251,7 +251,7 @@ def _events(record: Record) -> list[Block]:
     """Clients that were refused, missing, late or hosted; nothing where there is none."""
     events: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for row in record.metrics:
-        if "event" in row and row["event"] not in ("mixed", MEASURED):
+        if "event" in row and row["event"] not in ("mixed", "timed", MEASURED):
             detail = str(row.get("reason") or row.get("host") or "")
             events[row.get("client", "all"), row["event"], detail].append(row["round"])
     rows: list[list[Cell]] = []
