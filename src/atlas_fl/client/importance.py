@@ -99,9 +99,9 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
 
 
 def gradient_batches(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> int:
-    """How many batches one half has: `count`, or as many as its examples fill, which both sides of a cut know.
+    """The number of batches of one half: `count`, or as many as its examples fill, which both sides of a cut know.
 
-    Further ones would hold the same examples again, and a mean or root mean square of them the same numbers.
+    Further ones would hold the same examples again, and add next to nothing to a mean or root mean square.
     """
     options: TrainOptions = replace(job.options.train, half=half, most=most)
     examples = len(positions(len(site.data[job.client].splits["train"]), job.client, options, secret=None))

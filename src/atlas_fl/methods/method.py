@@ -210,7 +210,7 @@ class Method(Part):
     name: ClassVar[str] = ""
     """Its name in the registry."""
     differs: ClassVar[str] = ""
-    """What differs from its paper, in clauses with semicolons between them, `nothing`, or empty where it has no paper.
+    """Differences from its paper, in clauses with semicolons between them, `nothing`, or empty where it has no paper.
 
     The clause `whole models` says that models train there as wholes.
     """
@@ -486,7 +486,7 @@ class PublishedMethod:
     equal_ranks: bool = False
     """Every client must have the same rank in every layer, beyond what the rule says."""
     differs: str = ""
-    """What differs from its paper, as of a `Method`."""
+    """Differences from its paper, as of a `Method`."""
 
     def __post_init__(self) -> None:
         for name in ("settings", "suggested"):

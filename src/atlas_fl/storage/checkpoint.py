@@ -112,7 +112,7 @@ def check_newest_state(folder: Path) -> None:
 
 
 def _of_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
-    """What this reads of the newest checkpoint; None where there is none."""
+    """The contents of the newest checkpoint by this reader; None where there is none."""
     for path in _newest_first(folder)[:1]:
         try:
             return read(path)
