@@ -49,14 +49,14 @@ def serve(folder: Path) -> None:
             on_presence=lambda _name, _here: None,
         )
         server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
-        print(threads.wait(server.start()), listener.getsockname()[1], flush=True)
+        print(threads.wait(server.start), listener.getsockname()[1], flush=True)
         end, _ = listener.accept()
         with end:
             while (size := int.from_bytes(receive(end, 8), "little")) > 0:
                 end.sendall(receive(end, size))
         sys.stdin.read()
         print(peak())
-        threads.wait(server.stop())
+        threads.wait(server.stop)
 
 
 def peak() -> int:

@@ -88,9 +88,9 @@ def serve(folder: Path, steps: int) -> None:
             on_presence=lambda _name, _here: None,
         )
         server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
-        print(threads.wait(server.start()), flush=True)
+        print(threads.wait(server.start), flush=True)
         sys.stdin.read()
-        threads.wait(server.stop())
+        threads.wait(server.stop)
 
 
 @dataclass(frozen=True, kw_only=True)

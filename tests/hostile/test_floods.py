@@ -49,9 +49,9 @@ with LoopThread() as threads:
     )
     limits = Limits(penalty_seconds=1e-4, most_penalty_seconds=1e-4)
     server = Server(sessions, open_certs(Path(sys.argv[1])), host="127.0.0.1", port=0, limits=limits)
-    print(threads.wait(server.start()), flush=True)
+    print(threads.wait(server.start), flush=True)
     sys.stdin.read()
-    threads.wait(server.stop())
+    threads.wait(server.stop)
 """
 
 

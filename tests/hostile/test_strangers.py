@@ -135,11 +135,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         )
         server = Server(sessions, open_certs(fed / "server"), host="127.0.0.1", port=0, limits=LIMITS)
         found = Place(folder=folder, manager=manager, server=server, notes=notes, changed=changed)
-        found.port = threads.wait(server.start())
+        found.port = threads.wait(server.start)
         try:
             yield found
         finally:
-            threads.wait(server.stop())
+            threads.wait(server.stop)
 
 
 def frame(head: Mapping[str, Any], tensors: Any = NO_TENSORS) -> bytes:

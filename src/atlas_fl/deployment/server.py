@@ -89,7 +89,7 @@ def remote_backend(
                     on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
                     least = service.min_clients or len(expected)
-                    come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait))
+                    come = bridge.call(manager.wait_for_clients, expected, min_clients=least, seconds=service.wait)
                     proxies = [manager.clients[name] for name in come]
                     if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
                         bridge.on_event(Note(line))
@@ -114,7 +114,7 @@ def remote_backend(
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
                 reason = reason_for_sites(error)
-                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=reason))
+                bridge.call(coordinator.shutdown_clients, manager, {}, seconds=FAREWELL_SECONDS, reason=reason)
                 raise
 
     return backend
@@ -219,11 +219,11 @@ def _join_queue(
     """
 
     def enter(name: str) -> None:
-        bridge.call(accept_client(manager, name))
+        bridge.call(accept_client, manager, name)
         write_sites(folder, [manager.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
-        late = bridge.call(late_clients(manager))
+        late = bridge.call(late_clients, manager)
         newcomers = tuple(_newcomer(proxy) for proxy in late if proxy.metadata is not None)  # one may leave meanwhile
         tokens.update({newcomer.client.name: newcomer.tokens for newcomer in newcomers})
         return newcomers
@@ -231,8 +231,8 @@ def _join_queue(
     return JoinQueue(
         waiting_clients=waiting,
         accept_client=enter,
-        reject_client=lambda name, error: bridge.call(reject_client(manager, name, str(error))),
-        exclude_client=lambda name, _: bridge.call(exclude_client(manager, name)),
+        reject_client=lambda name, error: bridge.call(reject_client, manager, name, str(error)),
+        exclude_client=lambda name, _: bridge.call(exclude_client, manager, name),
     )
 
 
@@ -268,7 +268,8 @@ def deliver_final_models(
             ) from None
 
     manager.on_model_saved = record_saved
-    shutdown = coordinator.shutdown_clients(
+    bridge.call(
+        coordinator.shutdown_clients,
         manager,
         models,
         seconds=seconds,
@@ -277,7 +278,6 @@ def deliver_final_models(
         may_return=unanswered,
         return_seconds=FAREWELL_SECONDS,
     )
-    bridge.call(shutdown)
     record(answering=False)
     if rest := ", ".join(name for name in models if name not in heard):
         bridge.on_event(

@@ -236,7 +236,7 @@ def listening(
 
         def lose(name: str) -> None:
             if name in manager.clients:
-                bridge.submit(manager.remove(name, NOT_LISTED))
+                bridge.submit(manager.remove, name, NOT_LISTED)
 
         sessions = Sessions(
             answer=manager.answer,
@@ -248,11 +248,11 @@ def listening(
             limit=manager.max_request_bytes,
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
-        port = bridge.call(server.start())
+        port = bridge.call(server.start)
         if line := descriptors_note(len(listed)):
             bridge.note(line)
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:
             is_told = any(client.shutdown_message is not None for client in manager.clients.values())
-            bridge.wait(server.stop("" if is_told else STOPPED))
+            bridge.wait(server.stop, "" if is_told else STOPPED)

@@ -153,7 +153,7 @@ class Invitations:
             yield
         except AtlasError:
             for name in self.nodes:  # what went wrong may name others, and is in the log of the run
-                bridge.wait(manager.remove(name, "the server has ended the run; ask who started it"))
+                bridge.wait(manager.remove, name, "the server has ended the run; ask who started it")
             raise
         finally:
             self._over.set()
@@ -182,7 +182,7 @@ class Invitations:
                     self._waiting.add(node)
                 else:
                     bridge.note(f"{name}: {reason}")
-                    bridge.submit(manager.remove(name, reason))
+                    bridge.submit(manager.remove, name, reason)
 
     def _invite(self) -> None:
         there = self._waiting & set(self.grid.get_node_ids())

@@ -40,13 +40,12 @@ class RemoteEngine:
         for first in range(0, len(jobs), size):
             batch = jobs[first : first + size]
             answers = self.bridge.call(
-                self.manager.run_jobs(
-                    action,
-                    batch,
-                    seconds=self.deadline_seconds,
-                    split_server=self.split_server,
-                    on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
-                )
+                self.manager.run_jobs,
+                action,
+                batch,
+                seconds=self.deadline_seconds,
+                split_server=self.split_server,
+                on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
             )
             for job, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, str):

@@ -86,7 +86,7 @@ class Federation:
 
         def comes_back() -> None:
             first.join(60)
-            self.threads.wait(left(self.sessions, self.sessions.by_name[name]))
+            self.threads.wait(left, self.sessions, self.sessions.by_name[name])
             self.join(name, **how)
 
         back = threading.Thread(target=comes_back)
@@ -162,8 +162,8 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
             yield fed
         finally:
             for session in sessions.by_name.values():
-                threads.wait(left(sessions, session))
-            threads.wait(shutdown_clients(manager, {}, seconds=60))
+                threads.wait(left, sessions, session)
+            threads.wait(shutdown_clients, manager, {}, seconds=60)
             for thread in fed.running:
                 thread.join(60)
 

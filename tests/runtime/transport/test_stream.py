@@ -78,9 +78,9 @@ def serving(
         certs = open_certs(folder / "server", now=now)
         server = Server(echo.sessions(), certs, host="127.0.0.1", port=port, limits=limits)
         try:
-            yield threads.wait(server.start())
+            yield threads.wait(server.start)
         finally:
-            threads.wait(server.stop())
+            threads.wait(server.stop)
 
 
 def link(
@@ -242,7 +242,7 @@ def test_who_is_taken_off_the_list_while_it_computes_is_told_why_and_does_not_tr
     ):
         assert far.exchange({"n": 0})[0]["n"] == 0
         echo.allowed.remove("site-1")
-        assert far._bridge.wait(far._call.code()) is grpc.StatusCode.PERMISSION_DENIED
+        assert far._bridge.wait(far._call.code) is grpc.StatusCode.PERMISSION_DENIED
         with pytest.raises(ProtocolError, match=r"^client 'site-1' is not listed here; ask who runs the server$"):
             far.exchange({"n": 1})
     assert notes == []

@@ -172,8 +172,8 @@ class Link:
         keep_freed_memory()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bridge)
-            stack.callback(lambda: self._bridge.wait(self._drop()))
-            self._bridge.call(self._open_stream())
+            stack.callback(lambda: self._bridge.wait(self._drop))
+            self._bridge.call(self._open_stream)
             self._opened = stack.pop_all()
         return self
 
@@ -189,7 +189,7 @@ class Link:
         number = self._number + 1
         frame = make_frame({"sequence": number, "body": head}, tensors, limit=self._request_limit)
         self._number = number
-        payload = self._bridge.call(self._exchange(frame))
+        payload = self._bridge.call(self._exchange, frame)
         self.sent_bytes += len(frame)
         self.received_bytes += len(payload)
         return read_answer(payload, number=number, limit=self.answer_limit)

@@ -10,10 +10,10 @@ import ctypes
 import platform
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from atlas_fl.events import Note, OnEvent, Progress, ignore
 
@@ -30,12 +30,17 @@ def keep_freed_memory() -> bool:
     return bool(libc.mallopt(_MMAP_THRESHOLD, KEPT_BYTES)) and bool(libc.mallopt(_TRIM_THRESHOLD, KEPT_BYTES))
 
 
+ArgsT = ParamSpec("ArgsT")
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(kw_only=True, eq=False)
 class LoopThread:
-    """Runs coroutines inside its context, which makes the loop and closes it; tells events to the calling thread."""
+    """Runs coroutines inside its context, which makes the loop and closes it; tells events to the calling thread.
+
+    Takes a coroutine function and its arguments: the coroutine is made in the thread of the loop, where no signal can
+    come between its making and its start.
+    """
 
     on_event: OnEvent = ignore
     _told: "queue.SimpleQueue[Note | Progress | None]" = field(default_factory=queue.SimpleQueue)
@@ -48,7 +53,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wait(self._cancel_all())
+        self.wait(self._cancel_all)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -59,13 +64,26 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begin this work; return the future of its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+    def submit(
+        self, work: Callable[ArgsT, Coroutine[Any, Any, ResultT]], *args: ArgsT.args, **kwargs: ArgsT.kwargs
+    ) -> Future[ResultT]:
+        """Begin this work; return the future of its result, whose cancelling cancels the work."""
+        future = Future[ResultT]()
 
-    def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        def begin() -> None:
+            task = self.loop.create_task(work(*args, **kwargs))
+            task.add_done_callback(lambda _: _copy_outcome(task, future))
+            # without effect on a task that has ended
+            future.add_done_callback(lambda _: self.loop.call_soon_threadsafe(task.cancel))
+
+        self.loop.call_soon_threadsafe(begin)
+        return future
+
+    def wait(
+        self, work: Callable[ArgsT, Coroutine[Any, Any, ResultT]], *args: ArgsT.args, **kwargs: ArgsT.kwargs
+    ) -> ResultT:
         """The result of this work; blocks until it is done, and cancels it where the wait is interrupted."""
-        future = self.submit(work)
+        future = self.submit(work, *args, **kwargs)
         try:
             return future.result()
         finally:
@@ -79,9 +97,11 @@ class LoopThread:
         """Tell this; from any thread."""
         self._told.put(Progress(action, done, total))
 
-    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def call(
+        self, work: Callable[ArgsT, Coroutine[Any, Any, ResultT]], *args: ArgsT.args, **kwargs: ArgsT.kwargs
+    ) -> ResultT:
         """The result of this work, from one thread; while it lasts, events reach `on_event` from that thread."""
-        future = self.submit(work)
+        future = self.submit(work, *args, **kwargs)
         future.add_done_callback(lambda _: self._told.put(None))
         try:
             while (event := self._told.get()) is not None:
@@ -89,3 +109,15 @@ class LoopThread:
         finally:
             future.cancel()  # without effect on what has ended
         return future.result()
+
+
+def _copy_outcome(task: asyncio.Task[ResultT], future: Future[ResultT]) -> None:
+    """Give the future what this task has ended with, unless it was cancelled meanwhile."""
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
