@@ -43,19 +43,26 @@ def provenance_of(
     kept = {
         client.name: f"the secret {secret_digest(secrets[client.name])}" for client in clients if client.name in secrets
     }
-    plain: dict[str, Any] = jsonl.from_json(jsonl.to_json(content | ({"secrets": kept} if kept else {})))
+    return _as_json(content | ({"secrets": kept} if kept else {}))
+
+
+def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = jsonl.from_json(jsonl.to_json(content))
     return plain
 
 
 def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *, folder: Path) -> None:
     """Check that a run resumes with the settings, the data, the model and the secrets that it was started with.
 
+    A setting that a later version has added counts as recorded at its default.
+
     Raises:
         CheckpointError: a setting, a client's rows, a part of the model or a secret is another; the message names the
             first.
     """
+    added = {"settings": _as_json(identity_settings(Config()))}
     for part, template in _CHANGED.items():
-        before, now = recorded.get(part, {}), current.get(part, {})
+        before, now = {**added.get(part, {}), **recorded.get(part, {})}, current.get(part, {})
         # clients and parts of the model that are new are no change of what the run has used
         names = before if part in ("data", "model") else {**before, **now}
         absent = "no secret" if part == "secrets" else None
