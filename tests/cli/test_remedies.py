@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,13 +109,23 @@ def test_every_command_that_a_message_offers_is_in_a_table() -> None:
     assert known - offered() == set(), "no message offers it any more"
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that was stopped after a round, and certificates of two sites."""
+    made = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        assert main(["certs", "make", "certs", "--server", "localhost", "--client", "a", "--client", "b"]) == 0
+        assert main(["run", *TINY.split(), "--name", "stopped", "--max-rounds", "1"]) == 0
+    return made
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run that was stopped after a round, and certificates of two sites, as the one to work in."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["certs", "make", "certs", "--server", "localhost", "--client", "a", "--client", "b"]) == 0
-    assert main(["run", *TINY.split(), "--name", "stopped", "--max-rounds", "1"]) == 0
-    return tmp_path
+def folder(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, as the one to work in."""
+    folder = Path(shutil.copytree(stopped, tmp_path / "copy"))
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_among_alike_clients_a_rule_is_as_good_as_fedavg_within_noise(name: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3001, 9001])
+@pytest.mark.parametrize("seed", [3001, pytest.param(9001, marks=pytest.mark.product)])
 def test_eight_alike_clients_of_trec_are_one_cluster(seed: int) -> None:
     base = find_preset("label-skew", dial=0)
     plan = make_plan(with_values(base, {"strategy": "fedavg_cluster", "seed": seed}))

@@ -47,7 +47,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-USUAL = ("a sample, some clients a round", "attackers", "arrivals", "cuts", "personal rounds", "workers")
+USUAL = ("a sample, some clients a round", "attackers", "arrivals", "cuts", "personal rounds")
 """Cases that show each part of the reference once."""
 
 

@@ -14,7 +14,7 @@ PRESETS = ("raters", "senses", "senses-all-blocks", "countries", "countries-in-a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", (*PRESETS, "editorials-100"))
+@pytest.mark.parametrize("preset", (*PRESETS, pytest.param("editorials-100", marks=pytest.mark.product)))
 def test_a_federation_runs_and_every_client_of_the_data_is_scored(preset: str, tmp_path: Path) -> None:
     config = with_values(find_preset(preset), {**QUICK, "runs_dir": str(tmp_path)})
     clients = run_config(config).summary["clients"]

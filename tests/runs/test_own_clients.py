@@ -203,7 +203,14 @@ def test_a_late_client_of_a_site_a_newcomer_and_an_export(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [{"strategy": "kriging"}, {"split": "north=1,south=2", "head": "client"}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"strategy": "kriging"}, marks=pytest.mark.product),
+        {"split": "north=1,south=2", "head": "client"},
+    ],
+    ids=str,
+)
 def test_several_labels_end_with_the_same_bits_in_workers_and_in_sessions(
     hospitals: Callable[..., Config], finished: FinishedRuns, values: dict[str, str]
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_run_trains_on_the_tokens_of_texts_that_are_cut_by_hand(make: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("truncate", ["head", "middle"])
+@pytest.mark.parametrize("truncate", [pytest.param("head", marks=pytest.mark.product), "middle"])
 def test_two_workers_and_a_resumed_run_train_on_the_same_tokens(
     make: Callable[..., Config], truncate: str, tmp_path: Path
 ) -> None:
