@@ -55,12 +55,12 @@ def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(atlas, file, jo
     assert atlas(*words(file)).code == 0
     more = ["--allow", "cut", "labels", "--least-examples", "4", "--most-sketch", "64"]
     assert atlas(*words(file), *more).code == 0
-    assert atlas(*words(file), "--allow", "cut", "--allow", "hosting").code == 0
+    assert atlas(*words(file), "--allow", "cut", "--allow", "hub-model").code == 0
     assert [(own.allow, own.least_examples, own.most_sketch) for own in joined] == [
         ((), 16, 4096),
         (("cut", "labels"), 4, 64),
-        (("cut", "hosting"), 16, 4096),
+        (("cut", "hub-model"), 16, 4096),
     ]
     said = atlas(*words(file), "--allow", "everything")
     assert (said.code, said.err.count("\n")) == (2, 1)
-    assert "cut, labels, hosting, hub-model" in said.err
+    assert "cut, labels, hub-model" in said.err

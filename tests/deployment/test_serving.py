@@ -25,6 +25,10 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
         ({"split": "2"}, r"--strategy atlas asks for reports .* no message through a cut \(--split 2\) holds"),
         ({"share": ("A",), "space": "factors", "rerank": True}, "--share A keeps parts of .* and --rerank makes whole"),
         ({"centralized": True}, "--centralized deals out rows that are here"),
+        (
+            {"split": "2", "topology": "paired"},
+            "--topology paired lets clients compute for each other, which no site does; take --topology server",
+        ),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--workers 2 is for simulations"),
         ({"engine": "ray"}, "--engine ray is for simulations"),

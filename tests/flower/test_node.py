@@ -36,7 +36,7 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
         ({**GIVEN, "part": True}, "part in --node-config is True; it must be a whole num"),
         ({**GIVEN, "task": 3}, "task in --node-config is 3; it must be text"),
         ({**GIVEN, "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
-        ({**GIVEN, "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hosting,"),
+        ({**GIVEN, "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hub-model,"),
         ({**GIVEN, "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
         ({**GIVEN, "config": ""}, "config in --node-config is ''; it must be text"),
         ({**GIVEN, "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),

@@ -24,7 +24,6 @@ RECORDED: Mapping[str, tuple[dict[str, object], dict[str, Any]]] = {
     "kept": ({"share": ("A",), "space": "factors"}, {}),
     "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 5}, {"least_examples": 12}),
     "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8, "allow": ("partial-training",)}),
-    "paired": ({"split": "movie-0=1", "topology": "paired"}, {"allow": ("cut", "labels", "hosting")}),
 }
 """The settings of federations that are recorded, and what their sites agree to."""
 

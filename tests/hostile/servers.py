@@ -84,7 +84,7 @@ class Kept(OfflineLink):
     def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
         answer = self.inner.exchange(head, tensors)
         self.spoken.turns.append((_framed(head, tensors), answer))
-        is_between_jobs = self.worker is not None and head["kind"] in ("register", "result", "hosted")
+        is_between_jobs = self.worker is not None and head["kind"] in ("register", "result")
         self.spoken.workers.append(_copy(self.worker) if is_between_jobs and answer[0]["kind"] != "cut" else None)
         return answer
 
@@ -99,9 +99,8 @@ class Copied(SiteClient):
 
 
 def _copy(worker: Any) -> SiteClient:
-    """The site as it is now; data, model and guests are shared."""
+    """The site as it is now; data and model are shared."""
     shared = [worker.load_site, worker.load_site.known, worker.link, worker.on_event, worker.on_final_model]
-    shared += worker._hosted_clients._halves.values()
     return copy.deepcopy(worker, {id(one): one for one in shared})
 
 

@@ -22,7 +22,7 @@ def altering(draw: random.Random, counts: Counter[str]) -> Change:
 
     def change(head: dict[str, Any], tensors: dict[str, Any], action: str) -> Any:
         least = 0.8 if action in ("fingerprint", "importance") else 0.2  # who is not planned with says no more
-        if head["kind"] not in ("result", "cut", "hosted") or draw.random() < least:
+        if head["kind"] not in ("result", "cut") or draw.random() < least:
             return head, tensors
         counts[head["kind"]] += 1
         if draw.random() < 0.5 and tensors:
@@ -48,7 +48,6 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
     "adapters": (50, {"rounds": 5}),
     "cuts": (30, {"split": CUTS, "head": "client", "rounds": 2}),
     "server head": (30, {"split": CUTS, "rounds": 2}),
-    "pairs": (35, {"split": "movie-1=1,movie-2=1,movie-3=2", "topology": "paired", "rounds": 2}),
 }
 """How many answers are altered at least, and in which federation."""
 

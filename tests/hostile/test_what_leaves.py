@@ -31,7 +31,6 @@ HEADS: Mapping[str, frozenset[str]] = {
     ),
     "result": RESULT,
     "cut": frozenset({"kind", "number", "what", "done"}),
-    "hosted": RESULT,
     "kept": frozenset({"kind", "sha256"}),
 }
 """The fields of all that a site says."""
@@ -51,7 +50,6 @@ TENSORS: Mapping[str, str] = {
     "kept": rf"metrics|param/.*\.lora_A|{PLAN}",
     "cut": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}|cut/0/label",
     "cut, head here": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}",
-    "paired": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}|cut/0/label",
     "halves": rf"metrics|{ADAPTERS}|{PLAN}|{HALVES}",
     "class features": rf"metrics|{ADAPTERS}|{PLAN}|report/class_features/(counts|means|variances)",
     "images": r"metrics|param/(gram|cross|losses|values)|param/embeddings\..*|param/.*layer.*|param/.*norm.*",
@@ -71,7 +69,7 @@ def client_of(recording: Recording, site: str) -> tuple[Config, ClientData]:
 
 
 def cut_sites(name: str) -> tuple[str, ...]:
-    return ("movie-0",) if "cut" in name or name == "paired" else ()
+    return ("movie-0",) if "cut" in name else ()
 
 
 @pytest.mark.slow
@@ -84,8 +82,6 @@ def test_nothing_leaves_a_site_that_is_not_on_the_list(recorded: Callable[[str],
             assert head.keys() <= HEADS[kind], (kind, head.keys() - HEADS[kind])
             assert set(head.get("metrics", ())) <= METRICS, head["metrics"]
             seen.add(kind)
-            if kind == "hosted":
-                continue  # what a host computed above its guest's cut goes back to it
             allowed = TENSORS[name] if site in cut_sites(name) else re.sub(r"\|cut/.*", "", TENSORS[name])
             odd = [key for key in tensors if not re.fullmatch(allowed, key)]
             assert not odd, (site, kind, odd)
@@ -188,7 +184,6 @@ SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kept": (("after each round the adapters' factors A that",), ("texts, tokens",)),
     "cut": (("activations of every example at block 1 of 3 and the label of each",), ("the files of its data",)),
     "cut, head here": (("at block 1 of 3 without their labels",), ("the files of its data, the label of an example",)),
-    "paired": (("also by other sites",), ("the files of its data",)),
     "halves": (("; once, two models trained on either half of its examples;",), ("texts, tokens, act",)),
     "class features": (
         ("; with each update class frequencies, means and variances of its features by class;",),

@@ -62,7 +62,6 @@ class Federation:
         method = METHODS.get(config.mixing.strategy)
         trained = {} if method is None else method.settings
         words = [] if split.split == "none" else ["cut", "labels"] if split.head == "server" else ["cut"]
-        words += ["hosting"] if split.topology == "paired" else []
         images = any(task.images for task in find_tasks(config.data.tasks))
         words += ["linear-steps"] if config.optimizer(images=images) == "sgd" else []
         trained_parts = trained.get("trained_parts", config.training.trained_parts)

@@ -25,7 +25,6 @@ from atlas_fl.models.vision import Vision
 from atlas_fl.params import PARTS, ByClient, Params, Split
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut, CutTraffic
-from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
 Trainable: TypeAlias = Literal["lora", "full"]
 """Trained part: adapters and a head on the frozen model, or all weights."""
@@ -121,8 +120,6 @@ class Job:
     """The action's own frozen options."""
     cut: Cut | None = None
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
-    hosting: GuestRequirement | HostCapacity | None = None
-    """Needs of a guest, or capacity of a host; None: the server hosts everyone."""
     mask: Mask | None = None
     """Which weights may move; None for all."""
     sent: Trees = field(default_factory=dict)
@@ -148,8 +145,6 @@ class Update:
     """Number of these tensors."""
     crossed: CutTraffic = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
-    hosted: HostMatch | None = None
-    """Client that computed the upper part, where the engine itself has paired the clients."""
     travelled: bool = False
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -10,13 +10,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from atlas_fl.errors import ConfigError, short_repr
 
-Allowance: TypeAlias = Literal["cut", "labels", "hosting", "hub-model", "linear-steps", "partial-training"]
+Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
 """Words of `--allow`."""
 
 ALLOWANCES: Mapping[Allowance, str] = {
     "cut": "activations of its texts go to the server, which can read nearly all of the text in them",
     "labels": "the label of every example goes to the server, where the head is",
-    "hosting": "sites compute for each other, so what crosses a cut goes to other sites too",
     "hub-model": "a model of the hub that the server names is fetched and loaded",
     "linear-steps": "an update of SGD is a sum of gradients, out of which a server that chose the models, and knew the"
     " order of the examples, has read all texts of a site",
@@ -32,10 +31,10 @@ class SiteChoices:
 
     allow: tuple[Allowance, ...] = ()
     """Consent beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
-    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
-    (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
-    (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
-    the factors A): under the last two texts were read out of updates."""
+    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hub-model`
+    (a model of the hub that the server names is loaded), `linear-steps` (--optimizer sgd, whose updates are sums of
+    gradients) and `partial-training` (--trained-parts without the head or the factors A): under the last two texts were
+    read out of updates."""
     least_examples: int = 16
     """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
     take fewer are refused."""

@@ -51,8 +51,6 @@ MOST_VALUE = 1e3
 """Largest absolute value of a start model: larger ones can silence the gradients of all examples but a few."""
 MOST_MEASURED = 3
 """Most rounds in which a site reports what is asked for once: where its answer was late or refused, it is not told."""
-MOST_GUESTS = 64
-"""Most guests of one host at a time: each takes adapters, an optimizer and a census in its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,19 +264,6 @@ class JobPolicy:
         if action == "train":
             own = {key.removeprefix("param/"): tensor for key, tensor in tensors.items() if key.startswith("param/")}
             self.starts.remember(job, own)
-
-    def check_host(self, head: Mapping[str, Any]) -> None:
-        """Raise `ProtocolError` unless this message to a host asks for jobs that the settings ask of its guests."""
-        if self.config.split.topology != "paired":
-            raise _refusal("work for other sites", "none: clients do not host each other (--topology server)")
-        live = head.get("live")
-        if isinstance(live, list) and len(live) > MOST_GUESTS:
-            raise _refusal(f"work for {len(live)} other sites at a time", f"at most {MOST_GUESTS}")
-        if head.get("asks") == "begin":
-            action, job, _ = read_job(head, {}, client="guest")
-            self._check_action(action, job)
-            if job.cut is not None:
-                self._check_way(job.cut)
 
     def check_final_model(self, params: Params) -> None:
         """Raise `ProtocolError` unless this can be the client's own model at the end."""

@@ -177,8 +177,6 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
         needed["cut"] = cuts
         if split.head == "server":
             needed["labels"] = cuts
-    if split.topology == "paired":
-        needed["hosting"] = f"{cuts} --topology paired"
     if config.optimizer(images=task.images) == "sgd":
         needed["linear-steps"] = "--optimizer sgd"
     if config.training.trained_parts != "all":
@@ -266,10 +264,9 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
         where = cut_setting(config.split.split, client=client.name, task=task.name, device=device)
         place = "a block, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
         given = "and the label of each" if "labels" in words else "without their labels"
-        hosts = ", also by other sites" if "hosting" in words else ""
         leaves.append(
             f"leaves it too, as agreed: the activations of every example at {place} {given}: nearly all of the text can"
-            f" be read in them{hosts}{_noise_line(config, len(client.train))}"
+            f" be read in them{_noise_line(config, len(client.train))}"
         )
         never = "the files of its data" + ("" if "labels" in words else ", the label of an example")
     return (

@@ -45,7 +45,7 @@ from atlas_fl.methods.method import Method, RoundStart, StepInputs
 from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
-from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
+from atlas_fl.planning.host_assignment import match_round_hosts
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
 from atlas_fl.planning.round_costs import client_side
@@ -320,7 +320,6 @@ def one_round(
     config = assembly.config
     start, parts = round_start(assembly, state, planned), parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
-    engine = attach_hosts(assembly, planned.plan.clients, engine)
     method, sent, kept = strategy_of(config), dict[str, ByClient](), {"momentum": start.of("momentum")}
     for part in parts:
         sent |= part.send(start)

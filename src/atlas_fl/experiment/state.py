@@ -258,8 +258,7 @@ class RoundRecord:
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
             for (kind, direction, peer), size in sized.items():
-                row = self._row(name, direction, kind, size)
-                yield replace(row, peer=peer, relayed=self.hosting.relayed and peer != "")
+                yield replace(self._row(name, direction, kind, size), peer=peer)
 
     def _hosting_messages(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")

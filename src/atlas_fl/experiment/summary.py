@@ -450,7 +450,8 @@ def _bytes(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int) -> di
         "by_kind": traffic.by_kind,
         "by_round": {str(round): entry for round, entry in sorted(traffic.by_round.items())},
     }
-    sums |= {name: size for name in ("between_clients", "relayed") if (size := getattr(traffic, name))}
+    if traffic.between_clients:
+        sums["between_clients"] = traffic.between_clients
     trained = {
         (row["round"], row["client"]) for row in metrics if row.get("split") == "train" or row.get("event") == "refused"
     }

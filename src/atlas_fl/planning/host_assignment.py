@@ -1,20 +1,18 @@
 """Assignment of guests' server halves to host clients, in the plan and in every round (`--topology`).
 
 Training results do not depend on it. The plan matches all clients. A round matches the clients that are present by the
-same rule, so that guests of a host that is absent or has dropped get another host in the same round. A simulation
-derives a round's matches from the clients that answered; across machines the engine decides them and reports them
-(`runtime.coordinator.peer_relay`).
+same rule, so that guests of a host that is absent or has dropped get another host in the same round. Across machines
+no client hosts another (`config/unserved.tsv`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Update
 from atlas_fl.data.clients import site_of
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER_DEVICE, cut_traffic_of
 from atlas_fl.ranks.cost_model import crossing_seconds, link_between
-from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of
 from atlas_fl.split import host_matching
@@ -26,8 +24,6 @@ class HostAssignment:
 
     training: Mapping[str, host_matching.HostMatch] = field(default_factory=dict)
     evaluation: Mapping[str, host_matching.HostMatch] = field(default_factory=dict)
-    relayed: bool = False
-    """True if messages between two clients are relayed by the server."""
 
 
 def match_round_hosts(
@@ -37,31 +33,9 @@ def match_round_hosts(
     if assembly.config.split.topology == "server":
         return HostAssignment()
     return HostAssignment(
-        training=_match_hosts(assembly, clients, {update.client: update.hosted for update in training}),
-        evaluation=_match_hosts(assembly, clients, {update.client: update.hosted for update in evaluation}),
-        relayed=any(update.hosted is not None for update in (*training, *evaluation)),
+        training=_match_hosts(assembly, clients, {update.client for update in training}),
+        evaluation=_match_hosts(assembly, clients, {update.client for update in evaluation}),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineWithHosts:
-    """An engine that adds to every job what its client needs of a host, or can offer as one."""
-
-    engine: Engine
-    requirements: Mapping[str, host_matching.GuestRequirement | host_matching.HostCapacity]
-
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The updates of these jobs, in their order (`runtime.engine.Engine`)."""
-        return self.engine.run(action, [replace(job, hosting=self.requirements[job.client]) for job in jobs])
-
-
-def attach_hosts(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engine) -> Engine:
-    """Return the engine for the rounds of this plan; the same one where the server runs all server halves."""
-    if assembly.config.split.topology == "server":
-        return engine
-    guests, hosts = _hosting_requirements(assembly, clients)
-    requirements: list[host_matching.GuestRequirement | host_matching.HostCapacity] = [*guests, *hosts]
-    return EngineWithHosts(engine=engine, requirements={requirement.name: requirement for requirement in requirements})
 
 
 def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[ClientPlan, ...]:
@@ -71,7 +45,7 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
     """
     if assembly.config.split.topology == "server":
         return tuple(clients)
-    matches = _match_hosts(assembly, clients, {client.name: None for client in clients})
+    matches = _match_hosts(assembly, clients, {client.name for client in clients})
     assigned = []
     for client in clients:
         split = {**client.split}
@@ -82,19 +56,14 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
 
 
 def _match_hosts(
-    assembly: Assembly, clients: Sequence[ClientPlan], present: Mapping[str, host_matching.HostMatch | None]
+    assembly: Assembly, clients: Sequence[ClientPlan], present: Collection[str]
 ) -> dict[str, host_matching.HostMatch]:
-    """Match the clients that are present, by name; matches that the engine has reported of them take precedence."""
+    """Match the clients of these names."""
     guests, hosts = _hosting_requirements(assembly, clients)
-    matches = host_matching.match_hosts(
+    return host_matching.match_hosts(
         [requirement for requirement in guests if requirement.name in present],
         [requirement for requirement in hosts if requirement.name in present],
     )
-    for name, match in matches.items():
-        reported = present[name]
-        if reported is not None and reported.host != match.host:
-            matches[name] = reported
-    return matches
 
 
 def _hosting_requirements(

@@ -314,8 +314,8 @@ def _closing_note(summary: Entry) -> str:
     if "bytes" in summary:
         sent = summary["bytes"]
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{_than_whole(sent)}")
-        ways = {"between_clients": "past the server", "relayed": "handed on by the server"}
-        lines += [f"{human_bytes(sent[key])} of it between clients, {way}" for key, way in ways.items() if key in sent]
+        if "between_clients" in sent:
+            lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
         peaks = [
             f"{human_bytes(peak)} of {name.removesuffix('_bytes').upper()} at most"
             for name, peak in summary.get("memory", {}).items()

@@ -101,7 +101,7 @@ class ReusingEngine:
 
 def _is_reusable(job: Job, site: Site) -> bool:
     keeps = "momentum" in job.kept or "correction" in job.sent or getattr(job.options, "control_variates", False)
-    return site.trainable == "lora" and job.cut is None and job.hosting is None and job.mask is None and not keeps
+    return site.trainable == "lora" and job.cut is None and job.mask is None and not keeps
 
 
 def site_key(site: Site) -> str:

@@ -42,15 +42,13 @@ class LedgerRow:
     """The client at the other end, who hosts this one's upper part; empty: the server."""
     guest: str = ""
     """Client whose upper part a host gets and returns; empty: what is sent is the client's own."""
-    relayed: bool = False
-    """It goes to the `peer` over the server, which hands it on."""
     phase: str = ""
     """Phase of planning that crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: a round, or no cut."""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
+        """The row as `ledger.jsonl` holds it; without `peer`, `guest` and `phase` where there is none."""
         # `asdict` copies deeply, which costs more than the whole message's accounting.
-        return {key: value for key, value in vars(self).items() if value != "" and value is not False}
+        return {key: value for key, value in vars(self).items() if value != ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +66,6 @@ class Totals:
     """Bytes by round, then by direction."""
     between_clients: int = 0
     """Bytes that do not touch the server."""
-    relayed: int = 0
-    """Bytes that go between two clients over the server, which gets and sends them once each."""
 
     @property
     def total(self) -> int:
@@ -83,20 +79,19 @@ def totals(rows: Iterable[LedgerRow]) -> Totals:
     by_client: dict[str, dict[str, int]] = defaultdict(_no_bytes)
     by_round: dict[int, dict[str, int]] = defaultdict(_no_bytes)
     overall = _no_bytes()
-    between = {True: 0, False: 0}
+    between_clients = 0
     for row in rows:
         for sums in (overall, by_kind[row.kind], by_client[row.client], by_round[row.round]):
             sums[row.direction] += row.bytes
         if row.peer:
             by_client[row.peer]["down" if row.direction == "up" else "up"] += row.bytes
-            between[row.relayed] += row.bytes
+            between_clients += row.bytes
     return Totals(
         **overall,
         by_kind=dict(by_kind),
         by_client=dict(by_client),
         by_round=dict(by_round),
-        between_clients=between[False],
-        relayed=between[True],
+        between_clients=between_clients,
     )
 
 

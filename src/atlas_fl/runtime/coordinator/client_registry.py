@@ -4,14 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
-from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.frames import Head
 
@@ -26,22 +26,6 @@ MAX_PAUSE_ROUNDS = 8
 """Longest pause of a client that failed again and again."""
 
 
-class SplitBackend(Protocol):
-    """Runs the server halves of cut clients, one for each job: here, or at another client."""
-
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
-        """(the client's half of the job, its cut info); the server half begins anew."""
-
-    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's request; None where the client has to begin the job again."""
-
-    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The update of both halves; None where the client has to begin the job again."""
-
-    def drop_job(self, number: int) -> None:
-        """Forget the server half of a closed job."""
-
-
 @dataclass(eq=False)
 class PendingJob:
     """A job that a client has not answered yet."""
@@ -51,8 +35,8 @@ class PendingJob:
     job: Job
     """The job of both halves."""
     future: asyncio.Future[Update | str]
-    split_backend: SplitBackend | None = None
-    """Runs the server half, if the client is cut: at another client or here."""
+    split_server: SplitServer | None = None
+    """Computes the server half, if the client is cut."""
     client_job: Job | None = None
     """The half that a cut client was sent; None before."""
     num_layers: int | None = None

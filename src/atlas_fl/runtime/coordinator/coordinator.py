@@ -25,7 +25,6 @@ from atlas_fl.runtime.coordinator.client_registry import (
     disagreeing_clients,
     other_labels,
 )
-from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
@@ -36,7 +35,7 @@ from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLo
 
 CONFIRM_SECONDS = 5.0
 """Seconds that the confirmation of a saved model waits for a server that has just started and has no models yet."""
-REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
+REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "kept")
 """Kinds of requests that a client may send."""
 KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
 """Requests that wait without a job: tensors sent with them would stay in memory for as long."""
@@ -74,7 +73,6 @@ class ClientManager:
     _job_count: int = 0
     _registration_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _peer_relay: PeerRelay | None = None
 
     def __post_init__(self) -> None:
         self.clients = {name: ClientProxy(name, sender=self.new_sender()) for name in self.names}
@@ -94,8 +92,6 @@ class ClientManager:
         if connected:
             client.has_come = True
             client.given_up = False
-        if self._peer_relay is not None:
-            self._peer_relay.on_presence(name, connected)
         if client.metadata is not None and not client.shutdown_sent:
             note = f"is {'back' if connected else 'gone'} ({describe_connected(self.clients.values())})"
             self._presence_log.add(name, note, most=MOST_TOLD)
@@ -132,8 +128,6 @@ class ClientManager:
         kind = head.get("kind")
         if kind == "cut":
             return await self._answer_cut_request(client, head, tensors)
-        if kind == "hosted" and self._peer_relay is not None:
-            self._peer_relay.handle_answer(client.name, head, tensors)
         if kind in ("result", "failed"):
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
@@ -141,7 +135,7 @@ class ClientManager:
         return None
 
     async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
-        """The next message to this client, as soon as there is one: a job, work as a host, or shutdown."""
+        """The next message to this client, as soon as there is one: a job or shutdown."""
         client.given_up = bool(client.removal_reason)  # it is here and ready
         while True:
             if client.removal_reason:
@@ -151,15 +145,13 @@ class ClientManager:
             if client.shutdown_message is not None:
                 client.shutdown_sent = True
                 return client.shutdown_message
-            if self._peer_relay is not None and (message := await self._peer_relay.next_message(client)) is not None:
-                return message
             if client.pending_job is not None:
                 pending = client.pending_job
                 job = pending.job
                 cut_info = None
-                if job.cut is not None and pending.split_backend is not None:
+                if job.cut is not None and pending.split_server is not None:
                     # A job that is sent, also again, begins at its start, and so does its server half.
-                    job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
+                    job, cut_info = pending.split_server.begin_job(pending.number, pending.action, job)
                     pending.client_job = job
                 return client.sender.job(pending.action, job, number=pending.number, cut_info=cut_info)
             client.wakeup.clear()
@@ -188,10 +180,10 @@ class ClientManager:
     ) -> tuple[Head, Params] | None:
         """The answer to a request of a cut client; None where the job is closed."""
         pending = client.pending_job
-        if pending is None or pending.split_backend is None or head.get("number") != pending.number:
+        if pending is None or pending.split_server is None or head.get("number") != pending.number:
             return None
         try:
-            answer = await pending.split_backend.answer_request(pending.number, head, tensors)
+            answer = await pending.split_server.answer_request(pending.number, head, tensors)
         except ProtocolError as error:
             client.record_refusal(round=pending.job.round)
             self._close_job(client, pending, f"its question was refused: {one_line(error)}")
@@ -287,9 +279,9 @@ class ClientManager:
             self._close_job(client, pending, one_line(head.get("reason")))
             return
         try:
-            if (update := await self._read_update(client, pending, head, tensors)) is not None:
-                client.record_accepted_answer()
-                self._close_job(client, pending, update)
+            update = await self._read_update(client, pending, head, tensors)
+            client.record_accepted_answer()
+            self._close_job(client, pending, update)
         except ProtocolError as error:
             client.sender.forget()
             client.record_refusal(round=pending.job.round)
@@ -302,28 +294,27 @@ class ClientManager:
 
     async def _read_update(
         self, client: ClientProxy, pending: PendingJob, head: Mapping[str, Any], tensors: Params
-    ) -> Update | None:
-        """The complete update, joined with the server half's; None where the client has to begin its job again.
+    ) -> Update:
+        """The complete update, joined with the server half's.
 
         Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).
         """
         # bytes through a cut are counted here, whatever the site reports
         job = pending.client_job or pending.job
-        update: Update | None = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})
-        if pending.split_backend is not None and pending.client_job is not None and update is not None:
-            update = await pending.split_backend.finish_job(pending.number, update, tensors)
-        if update is not None:
-            assert client.metadata is not None, "who has a job has registered"
-            expected = AnsweredRequest(
-                action=pending.action, job=pending.job, metadata=client.metadata, num_layers=pending.num_layers
-            )
-            check_answer(expected, update)
+        update = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})
+        if pending.split_server is not None and pending.client_job is not None:
+            update = await pending.split_server.finish_job(pending.number, update, tensors)
+        assert client.metadata is not None, "who has a job has registered"
+        expected = AnsweredRequest(
+            action=pending.action, job=pending.job, metadata=client.metadata, num_layers=pending.num_layers
+        )
+        check_answer(expected, update)
         return update
 
     def _close_job(self, client: ClientProxy, pending: PendingJob, outcome: Update | str) -> None:
         """Close this job with its update, or with the reason why there is none."""
-        if pending.split_backend is not None:
-            pending.split_backend.drop_job(pending.number)
+        if pending.split_server is not None:
+            pending.split_server.drop_job(pending.number)
         if client.pending_job is pending:
             client.pending_job = None
         if not pending.future.done():
@@ -379,17 +370,13 @@ class ClientManager:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
         num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
-        self._peer_relay = None
-        if split_server is not None and any(job.hosting is not None for job in jobs):
-            self._peer_relay = PeerRelay(jobs, self.clients, split_server, seconds=seconds, on_note=self.on_note)
-        split_backend = self._peer_relay or split_server
         for job, future in zip(jobs, futures, strict=True):
             client = self.clients[job.client]
             if reason := client.skip_reason(round=job.round):
                 future.set_result(reason)
                 continue
             self._job_count += 1
-            client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)
+            client.pending_job = PendingJob(self._job_count, action, job, future, split_server, num_layers=num_layers)
             client.wakeup.set()
         deadline = loop.time() + seconds
         waiting = {future for future in futures if not future.done()}
@@ -403,8 +390,6 @@ class ClientManager:
             if not future.done() and client.pending_job is not None:
                 client.record_missed_deadline(round=job.round)
                 self._close_job(client, client.pending_job, f"no answer within {seconds:g} seconds")
-        if self._peer_relay is not None:
-            self._peer_relay.close()
         return [future.result() for future in futures]
 
     async def remove(self, name: str, reason: str) -> None:

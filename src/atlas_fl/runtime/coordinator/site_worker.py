@@ -1,91 +1,22 @@
-"""The client loop of a site: register, run jobs, host server halves, save the final model.
-
-A host runs the server halves of its guests and answers their requests, which the server relays. A site never has its
-guests' data, only the number of their examples and tokens.
-"""
+"""The client loop of a site: register, run jobs, save the final model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import torch
-
-from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.job import Job
 from atlas_fl.client.options import EvaluateOptions
-from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
+from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE
 from atlas_fl.client.split_client import client_side_of
-from atlas_fl.client.split_server import Payloads, ServerHalf
+from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
-from atlas_fl.params import Params, digest
-from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
-from atlas_fl.runtime.coordinator.split_server import answer_cut_request
-from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.params import Params
+from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.jsonl import from_json
-
-
-@dataclass(kw_only=True, eq=False)
-class HostedClients:
-    """The server halves of other clients that one site hosts."""
-
-    _halves: dict[str, ServerHalf] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Forget all guests."""
-        self._halves.clear()
-
-    def answer(self, head: Mapping[str, Any], tensors: Params, site: Site) -> tuple[Head, Params]:
-        """Answer one message for a guest; raises `ProtocolError` for a malformed one, and refuses a guest's fault."""
-        live = head.get("live")
-        half = head.get("half")
-        if not isinstance(live, list) or not isinstance(half, str):
-            raise ProtocolError("the server's message to a host names no guest; install its version of atlas-fl")
-        self._halves = {key: kept for key, kept in self._halves.items() if key in live}
-        answer_head: Head = {}
-        answer: Params = NO_TENSORS
-        try:
-            if head.get("asks") == "begin":
-                self._halves[half] = self._begin_half(head, tensors, site)
-            elif head.get("asks") == "end":
-                answer_head, answer = self._finish_half(half, tensors)
-            else:
-                answer = answer_cut_request(self._halves.get(half), head, tensors)
-        except ProtocolError as error:
-            answer_head = {"refused": str(error)}
-        return {**answer_head, "kind": "hosted"}, answer
-
-    def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
-        """A new server half for a guest whose job begins, for the first time or again."""
-        guest = str(item.get("client"))
-        encoded_info = read_payloads(tensors).get(GUEST_INFO)
-        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)}
-        if encoded_info is None or digest(above) != item.get("model"):
-            raise ProtocolError("a guest came without its model or its metadata; install the server's version")
-        try:
-            guest_info = from_json(encoded_info)
-            below = [str(name) for name in guest_info["below"]]
-            metadata = read_metadata(guest_info["census"])
-        except (KeyError, TypeError, ValueError):
-            raise ProtocolError("the metadata of a guest cannot be read; install the server's version") from None
-        action, job, _ = read_job(item, {**dict.fromkeys(below, torch.empty(0)), **above}, client=guest)
-        _, data = placeholder_client(guest, metadata)
-        if job.cut is None or action not in SERVER_SIDE:
-            raise ProtocolError(f"{action} of a guest without a cut; install the server's version of atlas-fl")
-        return SERVER_SIDE[action](job, replace(site, data={**site.data, guest: data}))
-
-    def _finish_half(self, key: str, tensors: Params) -> tuple[Head, Params]:
-        if (half := self._halves.get(key)) is None:
-            raise ProtocolError("a guest asks for a job that its host does not have; install the same atlas-fl")
-        update: Update = half.end(read_payloads(tensors))
-        del self._halves[key]
-        job: Job = replace(half.side.job, params=half.side.above)
-        return update_message(update, job, number=0)
-
 
 SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
 """(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
@@ -106,9 +37,6 @@ class Policy(Protocol):
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Check the tensors of an answer, before it is sent."""
-
-    def check_host(self, head: Mapping[str, Any]) -> None:
-        """Check a message to this client as a host."""
 
     def check_final_model(self, params: Params) -> None:
         """Check the client's final model, before it is saved."""
@@ -161,7 +89,6 @@ class SiteClient:
     """The consent of the site."""
     _registrations: int = 0
     """Times in a row that the server asked it to register."""
-    _hosted_clients: HostedClients = field(default_factory=HostedClients)
 
     def run(self) -> Params:
         """Work until the run ends; the final model, saved and confirmed, or empty where there is none.
@@ -181,10 +108,6 @@ class SiteClient:
                     head, tensors = self.link.exchange(*self._run_job(head, tensors))
                 except JobCancelledError as cancelled:
                     head, tensors = cancelled.message
-            elif head.get("kind") == "host":
-                self.policy.check_host(head)
-                answer = self._hosted_clients.answer(head, tensors, self.load_site(None, None))
-                head, tensors = self.link.exchange(*answer)
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
@@ -208,7 +131,6 @@ class SiteClient:
                 " runs it"
             )
         self.receiver.forget()
-        self._hosted_clients.clear()
         self.on_event(PhaseStarted("waiting for the server and its other sites"))
         return self.link.exchange({"kind": "register", **self.registration})
 

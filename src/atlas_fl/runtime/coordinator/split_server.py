@@ -21,7 +21,7 @@ from atlas_fl.runtime.transport.frames import Head
 ResultT = TypeVar("ResultT")
 
 
-def answer_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> Params:
+def _answer_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> Params:
     """The answer to a cut client by its server half; raises `ProtocolError` for a malformed request, or no half."""
     what = head.get("what")
     done = head.get("done")
@@ -59,10 +59,10 @@ class SplitServer:
             raise ProtocolError(f"{action} is not carried out over a cut; known: {', '.join(SERVER_SIDE)}")
         half = SERVER_SIDE[action](job, self.site)
         self._halves[number] = half
-        part = self.part_digest(half.side.cut.blocks)
+        part = self._part_digest(half.side.cut.blocks)
         return half.side.below, CutInfo(places=half.places, tokens=self.site.max_tokens, part=part)
 
-    def part_digest(self, blocks: int) -> str:
+    def _part_digest(self, blocks: int) -> str:
         """The digest of the frozen tensors of a client with this many blocks."""
         if blocks not in self._part_digests:
             names = first_block_tensors(self.site.backbone, blocks=blocks)
@@ -73,7 +73,7 @@ class SplitServer:
         """The answer to a client's request for the job of this number."""
         half = self._halves.get(number)
         # Of a client that leaves, whose job begins with a new half, what waits for the thread is cancelled with it.
-        return {"kind": "cut"}, await self._compute(lambda: answer_cut_request(half, head, tensors))
+        return {"kind": "cut"}, await self._compute(lambda: _answer_request(half, head, tensors))
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update:
         """The update of both halves. The server half ends."""

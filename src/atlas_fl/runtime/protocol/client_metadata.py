@@ -7,7 +7,7 @@ simulation.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, TypeAlias, get_args
 
 import numpy as np
@@ -199,19 +199,6 @@ def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData,
     )
     splits = {split: _placeholder_tokens(metadata, task, split, rows[split].label) for split in SPLITS}
     return client, ClientTokens(task=task, splits=splits)
-
-
-def redacted_metadata(metadata: ClientMetadata) -> ClientMetadata:
-    """The metadata that the host of this client's upper part needs: numbers of examples and tokens, no label counts.
-
-    The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
-    """
-    classes = metadata.num_labels
-    labels: dict[Split, tuple[float, ...]] = {
-        split: (float(count), *[0.0] * (classes - 1)) if classes > 1 else (0.0, 0.0)
-        for split, count in metadata.examples.items()
-    }
-    return replace(metadata, label_names=(), labels=labels, left_out=0)
 
 
 def _at_the_site(_: Source) -> TaskData:
