@@ -26,7 +26,7 @@ OWNERS = {
     "psutil": "experiment/summary.py",
     "rouge_score": "data/",
     "logging": "storage/",
-    "cryptography": "runtime/transport/certificates.py",
+    "cryptography": ("runtime/transport/certificates.py", "secure_sums.py"),
     "onnx": "storage/",
     "gguf": ("storage/gguf_smollm2.py", "models/gguf_adapter.py"),
     "PIL": "data/",

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -252,6 +253,8 @@ def federate(
     census: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _, told: told,
     resume: bool = False,
     lives: int = 1,
+    ca: bytes = b"",
+    late: bool = True,
 ) -> Outcome:
     """What this config comes to across these sites, where these changes are made to what some of them answer.
 
@@ -269,10 +272,10 @@ def federate(
             found.notes.append(event.text)
         on_event(event)
 
-    service = ServerOptions(certs=Path("nowhere"), min_clients=least, wait=SECONDS, deadline=deadline)
+    service = ServerOptions(certs=Path("nowhere"), min_clients=least, wait=SECONDS, deadline=deadline, late=late)
     places = {
         "listening": federation.listening,
-        "open_certs": lambda _: None,
+        "open_certs": lambda _: SimpleNamespace(ca=ca),
         "listed_clients": lambda _: tuple(names),
         "FAREWELL_SECONDS": min(30.0, deadline),
     }

@@ -101,6 +101,7 @@ class Copied(SiteClient):
 def _copy(worker: Any) -> SiteClient:
     """The site as it is now; data and model are shared."""
     shared = [worker.load_site, worker.load_site.known, worker.link, worker.on_event, worker.on_final_model]
+    shared += [worker.sums.identity] if worker.sums is not None else []
     return copy.deepcopy(worker, {id(one): one for one in shared})
 
 
@@ -175,8 +176,10 @@ def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 
-def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> Recording:
-    """A run of these settings across these sites, which join with these words."""
+def record(
+    config: Config, folder: Path, names: Sequence[str], *, how: Mapping[str, Any] | None = None, **words: Any
+) -> Recording:
+    """A run of these settings across these sites, which join with these words; `how` is for `federate`."""
     found = Outcome(folder=Path(config.run.runs_dir) / str(config.run.name))
     make_certs(folder / "certs", servers=["localhost"], clients=list(names))
     recording = Recording(
@@ -190,7 +193,9 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
     export, places = site.export_own_model, patch.object(site, "export_own_model", exported)
     nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
     with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places, nowhere:
-        outcome = in_process.federate(config, names=names)
+        ca = (folder / "certs" / names[0] / "ca.pem").read_bytes()
+        given = {"ca": ca, "late": not config.mixing.secure, **(how or {})}
+        outcome = in_process.federate(config, names=names, **given)
     recording.found.error = recording.found.error or outcome.error
     recording.found.notes += outcome.notes
     return recording

@@ -535,6 +535,12 @@ class MixingConfig:
     ] = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""
+    secure: bool = False
+    """Secure sums: the server sees the sums of models over all clients, or clusters, of at least three, and nothing of
+    a single one. Needs a rule that is an average, `--space factors` and one rank."""
+    secure_range: Annotated[float, Range(above=0, most=1e6)] = 4.0
+    """Largest size of a weight under --secure; a client with a larger one is refused. Means are right to about
+    this times the clients over 2^30."""
     keep: Literal["mixed", "best"] = "mixed"
     """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
 

@@ -116,7 +116,12 @@ def _check_names(config: schema.Config) -> None:
     from atlas_fl.methods.update_filters import make_filter
     from atlas_fl.models.registry import MODELS, locate_model
 
-    method_class(config)
+    method = method_class(config)
+    if config.mixing.secure and method.not_a_sum:
+        raise ConfigError(
+            f"--strategy {config.mixing.strategy} {method.not_a_sum}, and --secure shows the server sums alone; take"
+            " --strategy fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave --secure out"
+        )
     knob_values(config)
     for place, name, known in _registries(config):
         if name not in known:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.secure_sums import LEAST, MOST
 
 Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
 """Words of `--allow`."""
@@ -49,6 +50,9 @@ class SiteChoices:
     epsilon: float | None = None
     """Most epsilon that the training examples here spend in all runs together, by NAME-privacy beside the secret; that
     of the settings by default. Settings with a larger one are refused."""
+    secure: int = 0
+    """Fewest sites of a secure sum that this one takes part in, 3 or more: settings without --secure are refused
+    then. 0 makes no demand."""
     task: str
     """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     device: str
@@ -109,6 +113,8 @@ def check_consent(consent: SiteChoices) -> None:
     """Raise `ConfigError` unless this can be agreed to."""
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
         raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
+    if consent.secure and not LEAST <= consent.secure <= MOST:
+        raise ConfigError(f"--secure is {consent.secure}; allowed: {LEAST} to {MOST} sites, or 0 for no demand")
     if consent.least_examples < 1:
         raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
     if not consent.max_rounds_per_example > 0:

@@ -15,6 +15,7 @@ from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
+from atlas_fl.deployment.settings_policy import key_book
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings
@@ -107,6 +108,7 @@ def remote_backend(
                             min_clients=service.min_clients,
                             max_concurrent=AT_ONCE if split_server is None else None,
                             excluded=frozenset(service.without),
+                            key_book=key_book(config, ca=certs.ca) if config.mixing.secure else None,
                         )
                         yield assembly, engine
                     if folder.summary.exists():
@@ -157,6 +159,12 @@ def check_served(config: Config, service: ServerOptions) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
             f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
+        )
+    if config.mixing.secure and service.late:
+        raise ConfigError("--secure is of the same clients in every round, and late ones may join; say --no-late")
+    if config.mixing.secure and service.tokens is not None:
+        raise ConfigError(
+            "--secure needs keys that the server has not made, and under Flower it makes all; take `atlas serve`"
         )
     pick_device(config.run.accelerator)
     if service.min_clients < 0 or service.wait <= 0 or service.deadline <= 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from atlas_fl.client.privacy import noise_multiplier
-from atlas_fl.config import Config, validate
+from atlas_fl.config import Config, config_hash, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
@@ -26,6 +26,8 @@ from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
 from atlas_fl.runtime.protocol.client_metadata import LabelName
 from atlas_fl.runtime.protocol.messages import read
+from atlas_fl.runtime.transport.certificates import public_key_of
+from atlas_fl.secure_sums import KeyBook
 from atlas_fl.setup.assembly import trainable_of
 from atlas_fl.setup.options import learning_rate_of, strategy_of, train_options
 from atlas_fl.sparse.masks import BY_SENSITIVITY
@@ -84,6 +86,11 @@ def with_classes_of(task: str, told: object, *, client: str) -> str:
 def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, device: str) -> None:
     """Raise `ConfigError` unless a site with this data on this device agrees to these settings."""
     _check_sizes(config, consent, client.task)
+    if consent.secure and not config.mixing.secure:
+        raise ConfigError(
+            "this site takes part in secure sums alone (--secure), and the server's settings have none; ask for"
+            " settings with --secure"
+        )
     needed = allowances_needed(config, client=client.name, task=client.task, device=device)
     if missing := {word: setting for word, setting in needed.items() if word not in consent.allow}:
         words = " ".join(missing)
@@ -101,6 +108,11 @@ def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, 
     why = "a server that chooses the models can read texts out of about as many updates as there are examples"
     what = f"rounds in which the server's --rounds may train this site on its {examples} examples"
     _check(what, expected, most=most_rounds(consent, examples=examples), why=why, option="--max-rounds-per-example")
+
+
+def key_book(config: Config, *, ca: bytes) -> KeyBook:
+    """The public keys for secure sums of sites whose certificates this authority has signed."""
+    return KeyBook(run=config_hash(config), verifier=lambda name, pem: public_key_of(pem, name=name, ca=ca))
 
 
 def _check(what: str, value: float, *, least: float = -inf, most: float = inf, why: str = "", option: str = "") -> None:
@@ -253,8 +265,11 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     noise = f"filtered by --update-filter {filters}" if filters else "without noise"
     if config.training.dp == "example":
         noise = f"with noise of epsilon {config.training.epsilon:g} for each example, which covers training alone,"
+    secure = config.mixing.secure
+    seen = "seen in sums over sites alone" if secure else "without secure sums"
+    masked = ", of which the server sees the sums over three sites or more alone" if secure else ""
     leaves = [
-        f"leaves this site: after each round {_trained(config, task)} that it trained; for the plan"
+        f"leaves this site: after each round {_trained(config, task)} that it trained{masked}; for the plan"
         f" {', '.join(_for_the_plan(config, task))}{report}; how many examples each split has, test too{lengths},"
         f" {labels}; scores, losses, seconds"
     ]
@@ -272,9 +287,9 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     return (
         *leaves,
         f"is never sent: {never}",
-        f"what a hostile server may still learn: updates are sums over this site's examples, {noise} and without"
-        f" secure sums; who chooses the models can learn {'images' if task.images else 'training texts'} from them, the"
-        " more the more rounds there are",
+        f"what a hostile server may still learn: updates are sums over this site's examples, {noise} and {seen};"
+        f" who chooses the models can learn {'images' if task.images else 'training texts'} from them, the more the"
+        " more rounds there are",
     )
 
 

@@ -33,6 +33,7 @@ from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_model_name,
     check_settings,
+    key_book,
     most_rounds,
     settings_here,
     what_leaves,
@@ -50,13 +51,15 @@ from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
-from atlas_fl.runtime.transport.certificates import Certs, open_certs
+from atlas_fl.runtime.transport.certificates import Certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.secure_sums import LEAST, Identity
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -68,7 +71,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, scale_of
+from atlas_fl.setup.options import dealing_of, scale_of, sum_settings
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -310,6 +313,20 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     )
 
 
+def _sums(config: Config, joining: SiteOptions, *, examples: int) -> SumSite:
+    """This site in the secure sums of a run."""
+    certs = open_certs(joining.certs)
+    identity = Identity(
+        name=certs.name,
+        book=key_book(config, ca=certs.ca),
+        signer=private_key_of(certs),
+        certificate=certs.cert,
+        examples=examples,
+    )
+    least = max(LEAST, joining.secure)
+    return SumSite(identity=identity, settings=sum_settings(config), least=least)
+
+
 def _work(
     link: Link,
     joining: SiteOptions,
@@ -368,6 +385,7 @@ def _work(
             starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
             most_rounds=most_rounds(joining, examples=examples),
         ),
+        sums=_sums(settings, joining, examples=examples) if settings.mixing.secure else None,
     )
     has_model = bool(worker.run())
     if not has_model or is_fully_shared(settings.mixing.share):

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 import numpy as np
@@ -18,6 +19,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
+from atlas_fl.aggregation.secure_mean import SecureMeans, SumGroup, check_range, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -50,6 +52,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
 from atlas_fl.planning.round_costs import client_side
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
+from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import (
     is_reclustered,
@@ -57,6 +60,7 @@ from atlas_fl.setup.options import (
     predicts_as_sent,
     sample_clients,
     strategy_of,
+    sum_settings,
     train_options,
 )
 from atlas_fl.sparse.masked_sgd import restore_frozen
@@ -152,15 +156,17 @@ def select_models(
 
 
 def check_updates(
-    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str]
+    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str], *, bound: float | None = None
 ) -> tuple[dict[str, Update], dict[str, str]]:
-    """The updates that may be mixed, and why each other one was refused, by client."""
+    """The updates that may be mixed, and why each other one was refused, by client; `bound` is of secure sums."""
     accepted: dict[str, Update] = {}
     refused: dict[str, str] = {}
     for update in updates:
         try:
             check_update(expected_update(initial_models[update.client], update.params, share), update.params)
             check_finite(update.beside_model())
+            if bound is not None:
+                check_range(update.params, share, bound=bound)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
@@ -171,12 +177,14 @@ def check_updates(
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
     """Refuse malformed updates, and refuse or clip those whose norm is far above that of the others.
 
-    A rule that sends nothing needs no norm bound.
+    A rule that sends nothing needs no norm bound, and under secure sums nobody sees the norms.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    usable, refused = check_updates(state.client_models, updates, config.mixing.share)
+    is_secure = config.mixing.secure
+    bound = config.mixing.secure_range if is_secure else None
+    usable, refused = check_updates(state.client_models, updates, config.mixing.share, bound=bound)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
-    mode = robust.norm_bound if strategy_of(config).communicates else "off"
+    mode = robust.norm_bound if strategy_of(config).communicates and not is_secure else "off"
     bounded, reasons = bound_updates(
         state.client_models, models, tasks, strategy_of(config).options, mode=mode, ratio=robust.max_norm_ratio
     )
@@ -326,6 +334,9 @@ def one_round(
         kept |= part.keep(start)
     options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
+    groups: tuple[SumGroup, ...] = ()
+    if config.mixing.secure and start.aggregates:
+        groups = method.sum_groups(planned.plan.federation(), state.server_models, round=start.round)
     jobs = [
         Job(
             client=name,
@@ -362,9 +373,18 @@ def one_round(
     updates = [
         replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
     ]
-    received = screen_updates(assembly, state, updates)
+    received, secure = screen_updates(assembly, state, updates), None
+    if groups:
+        settings = sum_settings(config)
+        examples = {client.name: client.examples for client in planned.plan.clients}
+        remote = engine if isinstance(engine, RemoteEngine) else None
+        sum_of = partial(sum_here, settings, received.models, examples) if remote is None else remote.sum_of
+        secure = secure_means(groups, settings, state.server_models, received.models, sum_of, round=start.round)
+        if remote is not None:  # of the sites' models there are the means alone
+            means = {name: replace(one, params=secure.updates[name]) for name, one in received.updates.items()}
+            received = replace(received, updates=means)
     if start.aggregates:
-        step = _aggregate(assembly, state, received, planned)
+        step = _aggregate(assembly, state, received, planned, secure)
     else:  # clients go on with their own models
         step = ServerStep(
             server_state=state.server_state,
@@ -414,9 +434,13 @@ def one_round(
 
 
 def _aggregate(
-    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult
+    assembly: Assembly,
+    state: FederationState,
+    received: ReceivedUpdates,
+    planned: PlanResult,
+    secure: SecureMeans | None,
 ) -> ServerStep:
-    """Apply the strategy.
+    """Apply the strategy, to the means by secure sums where there are any.
 
     Weights that a mask freezes do not change. The old model of a client whose update was refused is nobody's neighbour;
     that of a client that sent none still is. Unusable models are replaced by those of before.
@@ -445,7 +469,7 @@ def _aggregate(
         StepInputs(
             server_state=server_state,
             client_models=server_models,
-            updates=trained,
+            updates=trained if secure is None else secure.updates,
             federation=federation,
             round=state.round + 1,
             answers=answers,
@@ -464,6 +488,7 @@ def _aggregate(
         sharing=_measured(method, federation, state, server_state, trained) if reports else (),
         # the audit has a second formula for our methods; of a plug-in's it reads the matrices
         rows={} if type(method).__module__.startswith("atlas_fl.") else result.rows,
+        secure=secure,
     )
     return _restore_unusable(mixed, state, assembly)
 

@@ -17,6 +17,7 @@ class Local(Method):
 
     name = "local"
     communicates = False
+    not_a_sum = "sends nothing"
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The identity."""
@@ -49,6 +50,7 @@ class FedAvg(Averaging):
     name = "fedavg"
     differs = "whole models"
     is_average = True
+    not_a_sum = ""
 
 
 class FedAvgCluster(Method):
@@ -59,6 +61,7 @@ class FedAvgCluster(Method):
 
     name = "fedavg_cluster"
     clustered = True
+    not_a_sum = ""
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside clusters."""

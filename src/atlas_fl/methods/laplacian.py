@@ -24,6 +24,7 @@ class AtlasLaplacian(Method):
     needs = "validation data with --graph adaptive"
     clustered = True
     has_eta = True
+    not_a_sum = "mixes by I - eta L, which can be inverted: what it gives out gives every model away"
     uses = (
         *("eta", "eta_decay", "layer_weighting"),
         *("alpha", "graph", "symmetrize", "neighbours", "singleton_neighbours", "graph_ema", "block_diagonal"),

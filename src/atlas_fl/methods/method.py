@@ -25,6 +25,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.secure_mean import SumGroup, sum_groups
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params
 
@@ -232,6 +233,8 @@ class Method(Part):
     """Its step has a size."""
     is_average: ClassVar[bool] = False
     """Tensors that are equal at all clients stay what they are, but for rounding."""
+    not_a_sum: ClassVar[str] = "needs the models of single clients"
+    """Why `--secure` refuses it; empty where sums over its groups of clients are all that the server needs."""
     across_machines: ClassVar[str] = ""
     """Why it works in simulations alone; empty where it works across machines."""
     moves_untrained: ClassVar[bool] = False
@@ -350,6 +353,12 @@ class Method(Part):
             granularity=self.granularity,
             models=models,
         )
+
+    def sum_groups(self, federation: Federation, models: ByClient, *, round: int) -> tuple[SumGroup, ...]:
+        """The groups of clients whose sums it needs; raises ConfigError where one is too small (`--secure`)."""
+        everyone = [True] * len(federation.clients)
+        matrices = self.matrices(federation, everyone, round=round)
+        return sum_groups(matrices, federation, models, self.options.share)
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
         """One server step: a pure function of its inputs."""

@@ -234,6 +234,7 @@ class ServerStep(ByCohort):
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
     differs = "whole models"
+    not_a_sum = ""
     usual_lr: ClassVar[float] = 0.01
     """Learning rate where the settings give none."""
     usual_beta1: ClassVar[float] = 0.9

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from atlas_fl.aggregation.mixing import resize_ranks
+from atlas_fl.aggregation.secure_mean import secure_notes
 from atlas_fl.client.privacy import privacy_note
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
@@ -146,12 +147,15 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
             *graph.warnings,
         ),
     )
-    for note in plan.notes:
-        on_event(Note(note))
     if not assembly.is_full:
         models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
         plan_cuts = cuts_of(assembly, plan)
         models = {name: without_private(assembly, params, plan_cuts.get(name)) for name, params in models.items()}
+    if config.mixing.secure:
+        groups = strategy.sum_groups(plan.federation(), models, round=1)
+        plan = replace(plan, notes=(*plan.notes, *secure_notes(groups)))
+    for note in plan.notes:
+        on_event(Note(note))
     return PlanResult(
         plan=plan,
         initial_models=models,

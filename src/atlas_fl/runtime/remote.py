@@ -1,15 +1,19 @@
 """The remote engine: sends jobs to clients on other machines and returns their updates in order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
+from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep, sum_job
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
+from atlas_fl.runtime.protocol.messages import read_payloads
 from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.secure_sums import KeyBook, Messages, SumResult, Terms, run_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class RemoteEngine:
     """Most clients that have a job at the same time; None for no limit."""
     excluded: frozenset[str] = frozenset()
     """Clients that get no jobs: the run goes on without them."""
+    key_book: KeyBook | None = None
+    """The sites' public keys for secure sums; None where there are none."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of the clients that answered, in the order of the jobs.
@@ -52,7 +58,7 @@ class RemoteEngine:
                     self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
             answered = [answer for answer in answers if isinstance(answer, Update)]
             updates += spill_to_disk(action, answered, updates)
-        needed = min(self.min_clients or len(jobs), len(jobs))
+        needed = 0 if action == SUM else min(self.min_clients or len(jobs), len(jobs))  # a sum has a threshold
         if len(updates) < needed:
             clients = {update.client for update in updates}
             missing = [job.client for job in jobs if job.client not in clients]
@@ -62,3 +68,14 @@ class RemoteEngine:
                 " goes on from its last checkpoint; or lower --min-clients"
             )
         return [replace(update, travelled=True) for update in updates]
+
+    def sum_of(self, group: SumGroup, terms: Terms, size: int, round: int, /) -> SumResult:
+        """The secure sum of these sites' vectors of this size; raises `ProtocolError` where it is lost."""
+        assert self.key_book is not None, "the settings have secure sums"
+
+        def ask(step: str, told: Mapping[str, Messages]) -> dict[str, Messages]:
+            asked = SumStep(step=step, group=group)
+            jobs = [sum_job(name, asked, heard, round=round) for name, heard in told.items()]
+            return {update.client: read_payloads(update.reported[SUM]) for update in self.run(SUM, jobs)}
+
+        return run_sum(terms, self.key_book, ask, size=size)

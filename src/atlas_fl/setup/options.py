@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from atlas_fl.aggregation.rules import StrategyOptions
+from atlas_fl.aggregation.secure_mean import SumSettings
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
-from atlas_fl.config import Config
+from atlas_fl.config import Config, config_hash
 from atlas_fl.config.methods import knob_values, method_class, rule_of
 from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.settings import settings, value_of
@@ -57,6 +58,12 @@ def strategy_of(config: Config) -> Method:
     return find_method(rule_of(config), **method_values(config))
 
 
+def sum_settings(config: Config) -> SumSettings:
+    """The settings of secure sums, at the server as at its sites."""
+    mixing = config.mixing
+    return SumSettings(run=config_hash(config), bound=mixing.secure_range, max_share=config.robust.max_share)
+
+
 def parts_of_config(config: Config) -> tuple[Part, ...]:
     """The method and what else this config switches on beside it (second models, control variates)."""
     return parts_of(strategy_of(config), method_values(config))
@@ -83,7 +90,8 @@ def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tupl
         and len({task.name for task in tasks}) > 1,
         "clients train with AdamW (--optimizer sgd)": of_whole and config.optimizer(images=tasks[0].images) == "adamw",
         f"gradients are clipped at {clip:g} (--clip 0)": of_whole and clip > 0,
-        "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off",
+        "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off"
+        and not config.mixing.secure,
         f"no client weighs more than {robust.max_share:g} (--max-share 1)": robust.max_share < 1,
     }
     words = [difference for difference, holds in differences.items() if holds]

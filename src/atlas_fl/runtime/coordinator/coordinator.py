@@ -25,6 +25,7 @@ from atlas_fl.runtime.coordinator.client_registry import (
     disagreeing_clients,
     other_labels,
 )
+from atlas_fl.runtime.coordinator.secure_sums import SUM, sum_message, sum_update
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
@@ -148,6 +149,8 @@ class ClientManager:
             if client.pending_job is not None:
                 pending = client.pending_job
                 job = pending.job
+                if pending.action == SUM:
+                    return sum_message(job, number=pending.number)
                 cut_info = None
                 if job.cut is not None and pending.split_server is not None:
                     # A job that is sent, also again, begins at its start, and so does its server half.
@@ -299,6 +302,8 @@ class ClientManager:
 
         Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).
         """
+        if pending.action == SUM:
+            return sum_update(client.name, tensors)
         # bytes through a cut are counted here, whatever the site reports
         job = pending.client_job or pending.job
         update = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})

@@ -9,9 +9,10 @@ from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE
 from atlas_fl.client.split_client import client_side_of
 from atlas_fl.client.split_server import Payloads
-from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import AtlasError, DataError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params
+from atlas_fl.runtime.coordinator.secure_sums import SUM, SumSite
 from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.transport.frames import Head
@@ -87,6 +88,8 @@ class SiteClient:
     """Saves the final model, given its digest at the server."""
     policy: Policy
     """The consent of the site."""
+    sums: SumSite | None = None
+    """Sends trained models into secure sums alone; None where the settings have none."""
     _registrations: int = 0
     """Times in a row that the server asked it to register."""
 
@@ -108,6 +111,8 @@ class SiteClient:
                     head, tensors = self.link.exchange(*self._run_job(head, tensors))
                 except JobCancelledError as cancelled:
                     head, tensors = cancelled.message
+            elif head.get("kind") == SUM and self.sums is not None:
+                head, tensors = self.link.exchange(*self._take_step(self.sums, head, tensors))
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
@@ -165,4 +170,13 @@ class SiteClient:
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
         self.policy.check_answer(action, job, sent)
-        return head, sent
+        if self.sums is None or action != "train":
+            return head, sent
+        return self.sums.withhold(job, head, sent)
+
+    def _take_step(self, sums: SumSite, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+        """The answer to a step of a secure sum."""
+        try:
+            return {"kind": "result", "number": head.get("number")}, sums.answer(head, tensors)
+        except DataError as error:
+            return {"kind": "failed", "number": head.get("number"), "reason": str(error)}, NO_TENSORS

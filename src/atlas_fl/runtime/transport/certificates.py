@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.errors import ConfigError, ProtocolError, short_repr
 from atlas_fl.storage.folder_access import read_named_file, write_atomic
 
 CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
@@ -209,6 +209,35 @@ def common_name(pem: bytes) -> str:
     Empty where it has none or several. Raises `ValueError` for what is no certificate in PEM.
     """
     return _only_name(x509.load_pem_x509_certificate(pem).subject)
+
+
+def private_key_of(certs: Certs) -> ec.EllipticCurvePrivateKey:
+    """The key of a site's own certificate."""
+    key = serialization.load_pem_private_key(certs.key, password=None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "there are no others"
+    return key
+
+
+def public_key_of(pem: bytes, *, name: str, ca: bytes) -> ec.EllipticCurvePublicKey:
+    """The public key of this site; raises `ProtocolError` unless the authority has signed its certificate, which holds.
+
+    Revoked certificates are the server's to know.
+    """
+    try:
+        cert = x509.load_pem_x509_certificate(pem)
+        cert.verify_directly_issued_by(x509.load_pem_x509_certificate(ca))
+        is_client = (
+            ExtendedKeyUsageOID.CLIENT_AUTH in cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        )
+    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        raise ProtocolError(
+            f"a certificate of {short_repr(name)} is not of this authority; ask who runs the server"
+        ) from None
+    key = cert.public_key()
+    holds = cert.not_valid_before_utc <= datetime.now(UTC) <= cert.not_valid_after_utc
+    if not (holds and is_client and _only_name(cert.subject) == name and isinstance(key, ec.EllipticCurvePublicKey)):
+        raise ProtocolError(f"a certificate of {short_repr(name)} is another's or expired; ask who runs the server")
+    return key
 
 
 def _only_name(subject: x509.Name) -> str:

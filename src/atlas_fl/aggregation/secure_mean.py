@@ -1,0 +1,174 @@
+"""Means through secure sums (`--secure`): the groups of clients that a rule averages, and the mean of each.
+
+    mean = sum_k q_k w_k / sum_k q_k      q_k = p_k / max_l p_l, over the clients k of a group that are in the sum
+
+A rule whose rows are averages needs nothing of single clients: with the mean of its group in the place of every update
+its step is what it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from atlas_fl.aggregation.matrices import Federation, bounded_weights
+from atlas_fl.aggregation.mixing import groups_of
+from atlas_fl.aggregation.rules import Matrices
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.params import HEAD, ByClient, Params, shared_params
+from atlas_fl.secure_sums import LEAST, SumResult, Terms, Vector, sum_in_process
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumGroup:
+    """Clients whose tensors of these names are summed."""
+
+    clients: tuple[str, ...]
+    keys: tuple[str, ...]
+    what: str
+    """`the adapters` or `the head of TASK`."""
+
+
+SumOf: TypeAlias = Callable[[SumGroup, Terms, int, int], SumResult]
+"""(group, terms, numbers of a vector, round) -> the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSettings:
+    """Settings of all sums of a run, at the server as at its sites."""
+
+    run: str
+    """Hash of the settings."""
+    bound: float
+    max_share: float
+
+    def terms(self, group: SumGroup, *, round: int = 0) -> Terms:
+        """The terms of the sum of this group in one round."""
+        about = f"{self.run}, round {round}, {group.what}: {' '.join(group.keys)}"
+        return Terms(clients=group.clients, about=about, bound=self.bound)
+
+    def weights(self, examples: Mapping[str, int]) -> dict[str, float]:
+        """q of those who have said how many examples they have, 1 of the largest."""
+        bounded = bounded_weights(np.array([*examples.values()], np.float64), self.max_share)
+        return dict(zip(examples, (bounded / bounded.max()).tolist(), strict=True))
+
+    def vector(self, group: SumGroup, client: str, params: Params) -> Vector:
+        """q_k w_k, (d,) float64, given the examples of all."""
+        flat = torch.cat([params[key].reshape(-1).double() for key in group.keys]).cpu().numpy()
+        return lambda examples: np.asarray(flat * self.weights(examples)[client])
+
+
+def sum_groups(
+    matrices: Matrices, federation: Federation, models: ByClient, share: Sequence[str]
+) -> tuple[SumGroup, ...]:
+    """The groups that these matrices average, those of a round in which all clients take part.
+
+    Raises ConfigError where a client would be summed with fewer than two others.
+    """
+    clients, found = federation.clients, dict[tuple[tuple[int, ...], str], list[str]]()
+    for key in sorted({key for params in models.values() for key in shared_params(params, share)}):
+        holders = {k for k, client in enumerate(clients) if key in models[client]}
+        for group in groups_of(matrices(key)):
+            if group.sources[0] in holders:
+                assert len(group.rows) == 1 and {*group.targets[0]} == {*group.sources}, "such a rule is no average"
+                task = federation.head_groups[group.sources[0]]
+                what = f"the head of {task}" if key.startswith(HEAD) else "the adapters"
+                found.setdefault((group.sources, what), []).append(key)
+                holders -= {*group.sources}
+        for k in sorted(holders):
+            found.setdefault(((k,), f"{key} of {clients[k]}"), []).append(key)
+    groups = []
+    for (sources, what), keys in found.items():
+        names = tuple(clients[k] for k in sources)
+        if len(names) < LEAST:
+            raise ConfigError(
+                f"--secure shows sums of at least {LEAST} clients, and {what} would be of {' and '.join(names)};"
+                f" bring more of them (--clients-per-task {LEAST}, --min-cluster-size {LEAST}), or leave heads at the"
+                " clients (--share A B)"
+            )
+        groups.append(SumGroup(clients=names, keys=tuple(keys), what=what))
+    return tuple(groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureMeans:
+    """Updates of one round as the server may know them."""
+
+    updates: dict[str, Params]
+    """The updates with the mean of its group in the place of what a client sends."""
+    sums: tuple[str, ...]
+    """How many clients each sum is of, and its error."""
+    lost: tuple[str, ...]
+    """Sums that were lost, and why; the tensors of these are those of before."""
+    sent_bytes: Mapping[str, tuple[int, int]]
+    """By client the bytes up and down beside what is summed."""
+
+
+def secure_means(
+    groups: Sequence[SumGroup],
+    settings: SumSettings,
+    before: ByClient,
+    updates: ByClient,
+    sum_of: SumOf,
+    *,
+    round: int,
+) -> SecureMeans:
+    """The means of these groups; `sum_of` makes the sum of a group, given its terms and size."""
+    means = {client: dict(params) for client, params in updates.items()}
+    sums, lost, sent = [], [], {client: np.zeros(2, int) for client in before}
+    for group in groups:
+        here = [client for client in group.clients if client in updates]
+        like = {key: before[here[0]][key] for key in group.keys} if here else {}
+        parts = [tensor.numel() for tensor in like.values()]
+        try:
+            done = sum_of(group, settings.terms(group, round=round), sum(parts), round)
+        except ProtocolError as fault:
+            lost.append(f"the sum of {group.what} is lost: {fault}")
+            for client in here:
+                means[client] |= {key: before[client][key] for key in group.keys}
+            continue
+        q = settings.weights(done.examples)
+        weight = sum(q[client] for client in done.survivors)
+        error = settings.bound * len(done.survivors) / settings.terms(group).levels / weight
+        sums.append(f"{group.what} of {len(done.survivors)} of {len(group.clients)} clients, right to {error:.1g}")
+        mean = torch.from_numpy(done.total / weight)
+        split = zip(like.items(), torch.split(mean, parts), strict=True)
+        shared = {key: part.to(tensor).view_as(tensor) for (key, tensor), part in split}
+        for client in here:
+            means[client] |= shared
+            sent[client] += done.sent_bytes[client]
+    sizes = {client: (int(up), int(down)) for client, (up, down) in sent.items()}
+    return SecureMeans(updates={**means}, sums=tuple(sums), lost=tuple(lost), sent_bytes=sizes)
+
+
+def sum_here(
+    settings: SumSettings,
+    updates: ByClient,
+    examples: Mapping[str, int],
+    group: SumGroup,
+    terms: Terms,
+    size: int,
+    _: int,
+) -> SumResult:
+    """The sum of a simulation, all messages included, of the clients that have updates."""
+    here = [client for client in group.clients if client in updates]
+    vectors = {client: settings.vector(group, client, updates[client]) for client in here}
+    return sum_in_process(terms, vectors, size=size, examples=examples)
+
+
+def check_range(params: Params, share: Sequence[str], *, bound: float) -> None:
+    """Raise ProtocolError where a value that would be summed is beyond the range."""
+    for key, tensor in shared_params(params, share).items():
+        if tensor.numel() and (largest := float(tensor.abs().max())) > bound:
+            raise ProtocolError(f"{key} has a value of {largest:.4g}, beyond --secure-range {bound:g}; raise it")
+
+
+def secure_notes(groups: Sequence[SumGroup]) -> tuple[str, ...]:
+    """One line on what the server sees of the clients' models."""
+    sums = ", ".join(f"{group.what} over {len(group.clients)} clients" for group in groups)
+    return (
+        f"secure sums: of models the server sees the mean of {sums}, and nothing of a"
+        " single client, whose update it cannot bound (--norm-bound); of each it sees examples, losses and scores",
+    )

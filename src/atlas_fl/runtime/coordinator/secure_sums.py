@@ -1,0 +1,116 @@
+"""Secure sums across machines: what a site says in the place of its update, and what the server asks it for.
+
+A step of a sum (`secure_sums.STEPS`) is a job as any other: the server goes on with who has answered by the deadline.
+The sites' certificates, which the authority has signed, say whose keys are whose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
+from atlas_fl.client.job import Job, Update
+from atlas_fl.errors import DataError, ProtocolError, short_repr
+from atlas_fl.params import Params
+from atlas_fl.runtime.protocol.messages import read, read_payloads, write_payloads
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.secure_sums import LEAST, Identity, Messages, SumClient
+
+SUM = "sum"
+"""The action of a step, and the kind of its messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumStep:
+    """A step of the sum of a group, as the server asks a site for it."""
+
+    step: str
+    group: SumGroup
+
+
+def sum_job(client: str, step: SumStep, told: Messages, *, round: int) -> Job:
+    """The job of one step."""
+    return Job(client=client, params={}, round=round, options=step, sent={SUM: write_payloads(told)})
+
+
+def sum_message(job: Job, *, number: int) -> tuple[Head, Params]:
+    """The message that asks for it."""
+    return {"kind": SUM, "number": number, "round": job.round, **asdict(job.options)}, job.sent[SUM]
+
+
+def sum_update(client: str, tensors: Params) -> Update:
+    """The answer that a site's message holds; raises ProtocolError for one that is none."""
+    read_payloads(tensors)
+    return Update(client=client, params={}, examples=0, metrics={}, reported={SUM: tensors})
+
+
+@dataclass(kw_only=True, eq=False)
+class SumSite:
+    """A site that sends masked vectors, and never its update."""
+
+    identity: Identity
+    settings: SumSettings
+    least: int = LEAST
+    """Fewest clients of a sum that it takes part in."""
+    _round: int = 0
+    _trained: Params = field(default_factory=dict)
+    """The model of this round, of which the server gets sums."""
+    _clients: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By tensor the clients of its first sum, which stay."""
+    _sums: dict[tuple[str, ...], SumClient] = field(default_factory=dict)
+    """The sums of this round by their tensors."""
+    _survivors: dict[tuple[int, str], tuple[str, ...]] = field(default_factory=dict)
+    """By round and tensor the list of survivors that it has confirmed."""
+
+    def withhold(self, job: Job, head: Head, tensors: Params) -> tuple[Head, Params]:
+        """The answer to a job of training without the trained tensors."""
+        trained = {key.removeprefix("param/"): one for key, one in tensors.items() if key.startswith("param/")}
+        self._round, self._trained = job.round, {**job.params, **trained}
+        self._sums.clear()
+        rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
+        return {**head, "same": "private" not in head}, rest
+
+    def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""
+        group: SumGroup = read(SumGroup, head.get("group"), "the server's sum: group")
+        step = read(str, head.get("step"), "the server's sum: step")
+        if step == "keys":
+            self._check(group, round=read(int, head.get("round"), "the server's sum: round"))
+            vector = self.settings.vector(group, self.identity.name, self._trained)
+            terms = self.settings.terms(group, round=self._round)
+            self._sums[group.keys] = SumClient(identity=self.identity, terms=terms, vector=vector)
+        if group.keys not in self._sums:
+            raise ProtocolError(f"the server asks for {short_repr(step)} of a sum that has not begun; ask who runs it")
+        answer = write_payloads(self._sums[group.keys].answer(step, read_payloads(tensors)))
+        if step == "confirm":
+            self._check_again(group, self._sums[group.keys].survivors)
+        return answer
+
+    def _check(self, group: SumGroup, *, round: int) -> None:
+        """Raise ProtocolError unless this site takes part in this sum."""
+        summed = {key for keys in self._sums for key in keys}
+        if round != self._round or not {*group.keys} <= self._trained.keys() - summed:
+            raise ProtocolError(
+                "the server's sum is not of the model that this site has trained, or is its second; nothing was sent:"
+                " ask who runs it"
+            )
+        if self.identity.name not in group.clients or len({*group.clients}) < self.least:
+            raise ProtocolError(
+                f"the server's sum of {short_repr(group.what)} is of {len(group.clients)} sites, and this one takes"
+                f" part in sums of {self.least} or more, with it; nothing was sent: ask who runs it"
+            )
+        if any(self._clients.setdefault(key, group.clients) != group.clients for key in group.keys):
+            raise ProtocolError(
+                "the server's sums are of other clients than before, and their difference would show single ones;"
+                " nothing was sent: ask who runs it"
+            )
+
+    def _check_again(self, group: SumGroup, survivors: tuple[str, ...]) -> None:
+        """Raise DataError where a round that is done again has other survivors: the difference would show who left."""
+        for key in group.keys:
+            before = self._survivors.setdefault((self._round, key), survivors)
+            if before != survivors:
+                raise DataError(
+                    f"the sum of round {self._round} was of {len(before)} sites and is of {len(survivors)} now, and"
+                    " their difference would show single ones; bring back who was in it"
+                )

@@ -1,0 +1,252 @@
+"""Secure sums across sites: the server has sums alone, sites that leave are made good, servers that lie end a site."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from atlas_fl.aggregation.secure_mean import SumGroup
+from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.config.settings import replace_settings
+from atlas_fl.deployment.settings_policy import key_book
+from atlas_fl.errors import ConfigError, DataError, ProtocolError
+from atlas_fl.experiment.run import run_config
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
+from atlas_fl.runtime.protocol.messages import as_tensor
+from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of
+from atlas_fl.runtime.transport.sessions import NO_TENSORS
+from atlas_fl.secure_sums import COMMIT_BYTES, STEPS, Identity
+from tests.hostile.federation import ServerGoneError
+from tests.hostile.servers import Kept, Recording, lie_to, record, welcomed
+from tests.runs.reading import audited, passing_audit, same_tensors, state
+
+FOUR = tuple(f"movie-{k}" for k in range(4))
+GIVEN = {"strategy": "fedit", "ranks": "4", "secure": True, "clients_per_task": 4, "rounds": 2, "max_share": 0.5}
+
+
+@pytest.fixture(scope="module")
+def usual(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    made = shared_config(tasks="movie", pack_tokens=1, name="secure", **GIVEN)
+    found = record(made, tmp_path_factory.mktemp("secure"), FOUR, secure=4)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    return found
+
+
+@pytest.mark.core
+def test_sites_end_where_a_simulation_does(usual: Recording, shared_config: Callable[..., Config]) -> None:
+    secrets = str(usual.folder)
+    plain = shared_config(tasks="movie", pack_tokens=1, name="plain", secrets=secrets, **{**GIVEN, "secure": False})
+    simulated = run_config(plain)
+    first, last = state(simulated.folder, round=1), state(usual.found.folder, round=1)
+    assert first.keys() == last.keys()
+    for name, tensor in first.items():
+        if tensor.is_floating_point():
+            assert (tensor - last[name]).abs().max() <= 2e-6, name
+    assert not same_tensors(first, last)
+    passing_audit(usual.found.folder)
+    (trained,) = audited(usual.found.folder, 1, "trained")
+    by_site = [{key: one for key, one in trained.items() if key.startswith(f"{name}/")} for name in FOUR]
+    assert len({tuple(float(one.sum()) for one in params.values()) for params in by_site}) == 1  # sums alone
+
+
+def test_nothing_that_leaves_a_site_holds_its_model(usual: Recording) -> None:
+    masked = 0
+    for spoken in usual.spoken.values():
+        for (head, tensors), _ in spoken.turns:
+            if head["kind"] == "result" and "steps" in head.get("metrics", ()):
+                assert set(tensors) == {"metrics"}
+        steps = [answer[0].get("step") for _, answer in spoken.turns]
+        for step, ((_, tensors), _) in zip(steps, spoken.turns[1:], strict=False):
+            if step == "mask":
+                masked += 1
+                for numbers in tensors.values():  # uniform bytes; those of float32 are not
+                    assert chisquare(np.bincount(numbers.numpy(), minlength=256)).pvalue > 1e-6
+    assert masked == 2 * 2 * len(FOUR)  # adapters, and the head
+
+
+def test_a_site_says_what_leaves_it(usual: Recording) -> None:
+    (line,) = [line for line in usual.told["movie-0"] if line.startswith("leaves this site")]
+    assert "of which the server sees the sums over three sites or more alone" in line
+
+
+def test_the_plan_says_what_the_server_sees(usual: Recording) -> None:
+    plan = json.loads((usual.found.folder / "plan.json").read_text())
+    assert any("the mean of the adapters over 4 clients" in note for note in plan["notes"])
+
+
+Handler = Callable[[str, str, Callable[[], Any]], Any]
+"""(site, step of a sum that it answers or nothing, what asks the server) -> the answer that the site gets."""
+
+
+@pytest.fixture
+def federated(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Recording]:
+    """A round of four sites, each of whose exchanges goes through a handler."""
+
+    def run(handler: Handler, **words: Any) -> Recording:
+        ask, steps = Kept.exchange, dict[str, str]()
+
+        def exchange(self: Kept, head: Any, tensors: Any = NO_TENSORS) -> Any:
+            assert self.worker is not None
+            answer = handler(self.worker.name, steps.get(self.worker.name, ""), lambda: ask(self, head, tensors))
+            steps[self.worker.name] = str(answer[0].get("step", ""))
+            return answer
+
+        monkeypatch.setattr(Kept, "exchange", exchange)
+        made = config(name="round", **{**GIVEN, "rounds": 1, "eval_every": 1})
+        found = record(made, tmp_path, FOUR, how={"least": 1, "deadline": 6}, **words)
+        assert found.found.faults == []
+        return found
+
+    return run
+
+
+def without(*places: tuple[str, str]) -> Handler:
+    """Sites that are gone from a step on."""
+
+    def handle(name: str, step: str, ask: Callable[[], Any]) -> Any:
+        if (name, step) in places:
+            raise ServerGoneError
+        return ask()
+
+    return handle
+
+
+# sites that leave
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_a_site_that_leaves_at_any_step_is_made_good(federated: Callable[..., Recording], step: str) -> None:
+    found = federated(without(("movie-3", step)))
+    assert (found.found.error, found.found.refused) == (None, {})
+    assert not found.found.noted("is lost")
+    (trained,) = audited(found.found.folder, 1, "trained")
+    assert found.found.noted("no sum of movie-3 in round 1")
+    names = [name for name in trained if name.startswith("movie-0/")]
+    pairs = [(name, name.replace("movie-0/", f"{other}/")) for name in names for other in FOUR[1:]]
+    assert pairs and all(torch.equal(trained[one], trained[other]) for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_where_too_many_leave_the_sum_is_lost_and_the_round_goes_on(federated: Callable[..., Recording]) -> None:
+    found = federated(without(("movie-2", "mask"), ("movie-3", "mask")))
+    assert (found.found.error, found.found.refused) == (None, {})
+    assert found.found.noted("the sum of the adapters is lost: 2 of 4 clients have answered mask, and 3 are needed")
+
+
+# servers that lie
+
+
+def lies(step: str, lie: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Handler:
+    """A server that alters what it asks the first site for in a step."""
+
+    def handle(name: str, _: str, ask: Callable[[], Any]) -> Any:
+        answer = ask()
+        is_told = (name, answer[0].get("step")) == ("movie-0", step)
+        return lie(dict(answer[0]), dict(answer[1])) if is_told else answer
+
+    return handle
+
+
+def fewer(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    return {**head, "group": {**head["group"], "clients": head["group"]["clients"][:3]}}, tensors
+
+
+def another_round(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    return {**head, "round": 2}, tensors
+
+
+def no_begin(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    return {**head, "step": "shares"}, tensors
+
+
+def other_lists(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    return head, {name: one ^ 1 for name, one in tensors.items()}
+
+
+def own_certificate(folder: Path) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    make_certs(folder, servers=["x"], clients=["movie-3"])
+    certs = open_certs(folder / "movie-3")
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        book = key_book(replace_settings(GIVEN, base=Config()), ca=certs.ca)
+        identity = Identity(name="movie-3", book=book, signer=private_key_of(certs), certificate=certs.cert)
+        made = as_tensor(bytes(COMMIT_BYTES) + identity.public)
+        return head, {name: made if name.endswith("movie-3") else one for name, one in tensors.items()}
+
+    return lie
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "lie", "line"),
+    [
+        ("keys", fewer, "is of 3 sites, and this one takes part in sums of 4 or more, with it; nothing was sent"),
+        ("keys", another_round, "is not of the model that this site has trained, or is its second; nothing was sent"),
+        ("keys", no_begin, "asks for 'shares' of a sum that has not begun"),
+        ("shares", own_certificate, "a certificate of 'movie-3' is not of this authority"),
+        ("reveal", other_lists, "has 1 confirmations of the list of survivors that it gave this client, and 3 are"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_server_that_lies_ends_a_site_with_one_line(
+    federated: Callable[..., Recording], tmp_path: Path, step: str, lie: Any, line: str
+) -> None:
+    told = lie(tmp_path / "own") if lie is own_certificate else lie
+    found = federated(lies(step, told), secure=4)
+    assert line in found.found.refused["movie-0"] and "\n" not in found.found.refused["movie-0"]
+    said = [tensors for (_, tensors), _ in found.spoken["movie-0"].turns]
+    assert not any("lora" in name for tensors in said for name in tensors)
+    steps = [answer[0].get("step") for _, answer in found.spoken["movie-0"].turns]
+    assert (steps.count("mask") > 0) is (step == "reveal")
+
+
+def site_of(usual: Recording) -> SumSite:
+    return [worker.sums for worker in usual.spoken["movie-1"].workers if worker is not None and worker.sums][-1]
+
+
+def test_other_clients_in_a_later_round_and_a_second_sum_in_one_are_refused(usual: Recording) -> None:
+    site = site_of(usual)
+    keys = next(iter(site._sums))
+    group = SumGroup(clients=FOUR, keys=keys, what="the adapters")
+    with pytest.raises(ProtocolError, match="or is its second; nothing was sent"):
+        site._check(dataclasses.replace(group, what="others"), round=2)
+    again = dataclasses.replace(site, _sums={}, least=3)
+    again._check(group, round=2)
+    with pytest.raises(ProtocolError, match="are of other clients than before, and their difference would show"):
+        again._check(dataclasses.replace(group, clients=FOUR[:3]), round=2)
+
+
+def test_a_round_that_is_done_again_has_the_same_survivors(usual: Recording) -> None:
+    site = site_of(usual)
+    group = SumGroup(clients=FOUR, keys=next(iter(site._sums)), what="the adapters")
+    site._check_again(group, FOUR)  # a server that was killed
+    with pytest.raises(DataError, match="the sum of round 2 was of 4 sites and is of 3 now, and their difference"):
+        site._check_again(dataclasses.replace(group, keys=group.keys[1:]), FOUR[1:])
+
+
+# settings
+
+
+def test_a_site_that_wants_secure_sums_takes_part_in_nothing_else(usual: Recording, tmp_path: Path) -> None:
+    def plain(config: Config) -> str:
+        return to_toml(with_values(config, {"secure": "off"}))
+
+    spoken = welcomed(usual.spoken["movie-0"], plain)
+    certs = usual.folder / "certs" / "movie-0"
+    ended = lie_to(spoken, lambda *_: None, tmp_path, "movie-0", certs=certs, secure=4)
+    assert "this site takes part in secure sums alone (--secure), and the server's settings have none" in ended.error
+
+
+def test_a_server_whose_clients_may_be_others_later_is_refused(config: Callable[..., Config], tmp_path: Path) -> None:
+    found = record(config(name="late", **GIVEN), tmp_path, FOUR, how={"late": True})
+    assert isinstance(found.found.error, ConfigError)
+    assert "late ones may join; say --no-late" in str(found.found.error)
