@@ -210,8 +210,7 @@ class Identity:
                 shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError:
                 raise _refusal(f"brings a public key of {other} that is none") from None
-            names = repr((self.book.run, *sorted((self.name, other)))).encode()
-            self._secrets[other, public] = HKDF(algorithm=SHA256(), length=32, salt=None, info=names).derive(shared)
+            self._secrets[other, public] = shared
         return self._secrets[other, public]
 
 

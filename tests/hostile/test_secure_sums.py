@@ -50,7 +50,7 @@ def test_sites_end_where_a_simulation_does(usual: Recording, shared_config: Call
             assert (tensor - last[name]).abs().max() <= 2e-6, name
     assert not same_tensors(first, last)
     passing_audit(usual.found.folder)
-    (trained,) = audited(usual.found.folder, 1, "trained")
+    (trained,) = audited(usual.found.folder, 1, "summed")
     by_site = [{key: one for key, one in trained.items() if key.startswith(f"{name}/")} for name in FOUR]
     assert len({tuple(float(one.sum()) for one in params.values()) for params in by_site}) == 1  # sums alone
 
@@ -128,7 +128,7 @@ def test_a_site_that_leaves_at_any_step_is_made_good(federated: Callable[..., Re
     found = federated(without(("movie-3", step)))
     assert (found.found.error, found.found.refused) == (None, {})
     assert not found.found.noted("is lost")
-    (trained,) = audited(found.found.folder, 1, "trained")
+    (trained,) = audited(found.found.folder, 1, "summed")
     assert found.found.noted("no sum of movie-3 in round 1")
     names = [name for name in trained if name.startswith("movie-0/")]
     pairs = [(name, name.replace("movie-0/", f"{other}/")) for name in names for other in FOUR[1:]]

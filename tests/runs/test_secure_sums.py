@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.methods.registry import METHODS
 from tests.laws.test_secure_sums import refusals
@@ -56,11 +56,9 @@ def test_a_run_says_what_is_seen_goes_on_and_is_audited(config: Make) -> None:
     assert same_tensors(state(whole.folder), state(whole.folder.with_name("parts")))
 
 
-def test_a_value_out_of_range_leaves_a_client_out_and_says_so(config: Make) -> None:
+def test_a_value_out_of_range_and_too_few_clients_end_a_run_in_one_line(config: Make) -> None:
+    given = {"strategy": "fedit", "ranks": "4", "secure": True, "max_rounds": 1}
     with pytest.raises(ConfigError, match="would be of movie-0 and movie-1; bring more of them"):
-        run_config(config(name="none", strategy="fedit", ranks="4", secure=True))
-    result = run_config(
-        config(strategy="fedit", ranks="4", clients_per_task=3, secure=True, secure_range=1e-3, max_rounds=1)
-    )
-    refused = [row for row in rows(result.folder) if row.get("event") == "refused"]
-    assert refused and all("beyond --secure-range 0.001; raise it" in row["reason"] for row in refused)
+        run_config(config(name="none", **given))
+    with pytest.raises(DataError, match=r"is beyond the range 0\.001 of a secure sum; raise --secure-range"):
+        run_config(config(clients_per_task=3, secure_range=1e-3, **given))

@@ -31,10 +31,6 @@ class SumGroup:
     """`the adapters` or `the head of TASK`."""
 
 
-SumOf: TypeAlias = Callable[[SumGroup, Terms, int, int], SumResult]
-"""(group, terms, numbers of a vector, round) -> the sum."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SumSettings:
     """Settings of all sums of a run, at the server as at its sites."""
@@ -92,6 +88,10 @@ def sum_groups(
     return tuple(groups)
 
 
+SumOf: TypeAlias = Callable[[SumSettings, SumGroup, int, int], SumResult]
+"""(settings, group, numbers of a vector, round) -> the sum."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SecureMeans:
     """Updates of one round as the server may know them."""
@@ -123,7 +123,7 @@ def secure_means(
         like = {key: before[here[0]][key] for key in group.keys} if here else {}
         parts = [tensor.numel() for tensor in like.values()]
         try:
-            done = sum_of(group, settings.terms(group, round=round), sum(parts), round)
+            done = sum_of(settings, group, sum(parts), round)
         except ProtocolError as fault:
             lost.append(f"the sum of {group.what} is lost: {fault}")
             for client in here:
@@ -144,25 +144,12 @@ def secure_means(
 
 
 def sum_here(
-    settings: SumSettings,
-    updates: ByClient,
-    examples: Mapping[str, int],
-    group: SumGroup,
-    terms: Terms,
-    size: int,
-    _: int,
+    updates: ByClient, examples: Mapping[str, int], settings: SumSettings, group: SumGroup, size: int, round: int
 ) -> SumResult:
     """The sum of a simulation, all messages included, of the clients that have updates."""
     here = [client for client in group.clients if client in updates]
     vectors = {client: settings.vector(group, client, updates[client]) for client in here}
-    return sum_in_process(terms, vectors, size=size, examples=examples)
-
-
-def check_range(params: Params, share: Sequence[str], *, bound: float) -> None:
-    """Raise ProtocolError where a value that would be summed is beyond the range."""
-    for key, tensor in shared_params(params, share).items():
-        if tensor.numel() and (largest := float(tensor.abs().max())) > bound:
-            raise ProtocolError(f"{key} has a value of {largest:.4g}, beyond --secure-range {bound:g}; raise it")
+    return sum_in_process(settings.terms(group, round=round), vectors, size=size, examples=examples)
 
 
 def secure_notes(groups: Sequence[SumGroup]) -> tuple[str, ...]:

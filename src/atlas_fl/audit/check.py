@@ -168,7 +168,8 @@ class RunCheck:
             if fault := max(_model_fault(plan, one, held, {}, {}, after) for one in plan.clients):
                 yield AuditRow("mixed", "", f"of an anchor: {fault}")
                 return
-        before = {**(server_models if formula.mixes else held), **present}
+        summed = run.models_if_any(round, "summed")
+        before = {**(server_models if formula.mixes else held), **present, **summed}
         if run.settings.training.multitask:
             yield from (AuditRow("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
             before = with_common_adapter(before, present)

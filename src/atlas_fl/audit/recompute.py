@@ -122,8 +122,7 @@ class Recomputed:
             error, expected = rank_error(mixed, got, rank, size=size or 1.0, parts=parts)
         else:
             expected, size = self._expected(k, key, was)
-            rounding = self.step.rounding * float(np.sqrt(expected.size))
-            error = max(float(np.linalg.norm(got - expected)) - rounding, 0.0) / (size or 1.0)
+            error = float(np.linalg.norm(got - expected)) / (size or 1.0)
         shift = float(np.linalg.norm(expected - was)) / (size or 1.0)
         return [(key.removesuffix(LORA_A) if is_module else key, Comparison(error=error, shift=shift, still=still))]
 

@@ -62,12 +62,6 @@ class Step:
         """Number of clients."""
         return len(self.plan.clients)
 
-    @property
-    def rounding(self) -> float:
-        """The most by which a mean of n clients is off under secure sums of the range c, c n^2 / 2^30; else 0."""
-        mixing = self.run.settings.mixing
-        return mixing.secure_range * self.num_clients**2 / 2**30 if mixing.secure else 0.0
-
     def own_row(self, k: int) -> list[float]:
         """The row of who keeps its model."""
         return [float(other == k) for other in range(self.num_clients)]
@@ -152,9 +146,7 @@ class Formula:
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """(the fault of the state after the step, the largest error); None where there is no state."""
-        return compare_states(
-            step.once("expected", lambda: self.expected(step)), step.told, before=step.state, rounding=step.rounding
-        )
+        return compare_states(step.once("expected", lambda: self.expected(step)), step.told, before=step.state)
 
 
 def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> np.ndarray:
@@ -169,14 +161,12 @@ def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> n
     return np.array([formula.row(step, k, key) for k in clients])
 
 
-def compare_states(
-    expected: Values, state: Flat, *, before: Flat, rounding: float = 0.0
-) -> tuple[str, float | None] | None:
+def compare_states(expected: Values, state: Flat, *, before: Flat) -> tuple[str, float | None] | None:
     """(the fault of a server state, the largest error); None where there is no state."""
     if not expected and not state:
         return None
     is_lost = any(np.abs(wanted).max(initial=0.0) > FLOAT32 for wanted in expected.values())
-    return compare_values(arrays(before) if is_lost else expected, arrays(state), "the server state", rounding=rounding)
+    return compare_values(arrays(before) if is_lost else expected, arrays(state), "the server state")
 
 
 def compare_values(
@@ -186,11 +176,10 @@ def compare_values(
     *,
     tolerance: tuple[float, float] = TOLERANCE,
     sizes: Mapping[str, float] = NO_SIZES,
-    rounding: float = 0.0,
 ) -> tuple[str, float | None]:
     """(the first entry that is not as computed again, the largest error of a value over the largest of its tensor).
 
-    `sizes` are those of the largest values that went into an entry, `rounding` the size of an error that is allowed.
+    `sizes` are those of the largest values that went into an entry.
     """
     if lacking := sorted(expected.keys() - got.keys()):
         return f"{what} lacks {lacking[0]}", None
@@ -204,6 +193,6 @@ def compare_values(
         largest = max(float(np.abs(wanted).max(initial=0.0)), sizes.get(path, 0.0))
         error = float(np.abs(found - wanted).max(initial=0.0)) / (largest or 1.0)
         worst = max(worst, error)
-        if not fault and not np.allclose(found, wanted, rtol=tolerance[0], atol=tolerance[1] * largest + rounding):
+        if not fault and not np.allclose(found, wanted, rtol=tolerance[0], atol=tolerance[1] * largest):
             fault = f"{path} of {what} is {error:.2g} away from the recomputation"
     return fault, worst

@@ -19,7 +19,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.secure_mean import SecureMeans, SumGroup, check_range, secure_means, sum_here
+from atlas_fl.aggregation.secure_mean import SecureMeans, SumGroup, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -156,17 +156,15 @@ def select_models(
 
 
 def check_updates(
-    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str], *, bound: float | None = None
+    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str]
 ) -> tuple[dict[str, Update], dict[str, str]]:
-    """The updates that may be mixed, and why each other one was refused, by client; `bound` is of secure sums."""
+    """The updates that may be mixed, and why each other one was refused, by client."""
     accepted: dict[str, Update] = {}
     refused: dict[str, str] = {}
     for update in updates:
         try:
             check_update(expected_update(initial_models[update.client], update.params, share), update.params)
             check_finite(update.beside_model())
-            if bound is not None:
-                check_range(update.params, share, bound=bound)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
@@ -180,11 +178,9 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     A rule that sends nothing needs no norm bound, and under secure sums nobody sees the norms.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    is_secure = config.mixing.secure
-    bound = config.mixing.secure_range if is_secure else None
-    usable, refused = check_updates(state.client_models, updates, config.mixing.share, bound=bound)
+    usable, refused = check_updates(state.client_models, updates, config.mixing.share)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
-    mode = robust.norm_bound if strategy_of(config).communicates and not is_secure else "off"
+    mode = robust.norm_bound if strategy_of(config).communicates and not config.mixing.secure else "off"
     bounded, reasons = bound_updates(
         state.client_models, models, tasks, strategy_of(config).options, mode=mode, ratio=robust.max_norm_ratio
     )
@@ -378,11 +374,8 @@ def one_round(
         settings = sum_settings(config)
         examples = {client.name: client.examples for client in planned.plan.clients}
         remote = engine if isinstance(engine, RemoteEngine) else None
-        sum_of = partial(sum_here, settings, received.models, examples) if remote is None else remote.sum_of
+        sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
         secure = secure_means(groups, settings, state.server_models, received.models, sum_of, round=start.round)
-        if remote is not None:  # of the sites' models there are the means alone
-            means = {name: replace(one, params=secure.updates[name]) for name, one in received.updates.items()}
-            received = replace(received, updates=means)
     if start.aggregates:
         step = _aggregate(assembly, state, received, planned, secure)
     else:  # clients go on with their own models

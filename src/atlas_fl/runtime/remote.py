@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from atlas_fl.aggregation.secure_mean import SumGroup
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
@@ -13,7 +13,7 @@ from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
 from atlas_fl.runtime.protocol.messages import read_payloads
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.secure_sums import KeyBook, Messages, SumResult, Terms, run_sum
+from atlas_fl.secure_sums import KeyBook, Messages, SumResult, run_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class RemoteEngine:
             )
         return [replace(update, travelled=True) for update in updates]
 
-    def sum_of(self, group: SumGroup, terms: Terms, size: int, round: int, /) -> SumResult:
+    def sum_of(self, settings: SumSettings, group: SumGroup, size: int, round: int, /) -> SumResult:
         """The secure sum of these sites' vectors of this size; raises `ProtocolError` where it is lost."""
         assert self.key_book is not None, "the settings have secure sums"
 
@@ -78,4 +78,4 @@ class RemoteEngine:
             jobs = [sum_job(name, asked, heard, round=round) for name, heard in told.items()]
             return {update.client: read_payloads(update.reported[SUM]) for update in self.run(SUM, jobs)}
 
-        return run_sum(terms, self.key_book, ask, size=size)
+        return run_sum(settings.terms(group, round=round), self.key_book, ask, size=size)
