@@ -1,18 +1,26 @@
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from atlas_fl.cli import doctor
-from atlas_fl.experiment import installation
-from atlas_fl.storage.assets import assets
+from atlas_fl.cli.doctor import Problem, check_asset, check_packages, inspect_installation
+from atlas_fl.storage.assets import Asset, assets
+
+HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
+"""SHA-256 of "hello"."""
+SOURCE = {"requirement": "part==1", "size_mb": 1, "prefix": "part/", "installer": "pip", "group": "embedded"}
+PART = Asset(name="part", files={"a.txt": HELLO}, **SOURCE)
 
 
 @pytest.fixture
 def whole(monkeypatch) -> None:
     """As if everything that is embedded had been fetched."""
-    monkeypatch.setattr(installation, "find_damaged_file", lambda *_: None)
+    monkeypatch.setattr(doctor, "find_damaged_file", lambda *_: None)
 
 
 @pytest.fixture
@@ -46,8 +54,8 @@ def test_without_the_embedded_parts_it_says_what_gets_them_and_exits_with_1(atla
 
 
 def test_a_missing_thing_comes_before_a_note() -> None:
-    note = installation.Problem(text="little memory", remedy="end programs", is_needed=False)
-    missing = installation.Problem(text="no torch", remedy="run `pip install torch`", is_needed=True)
+    note = Problem(text="little memory", remedy="end programs", is_needed=False)
+    missing = Problem(text="no torch", remedy="run `pip install torch`")
     assert list(doctor.problem_lines([note, missing])) == [
         "missing: no torch; run `pip install torch`",
         "note: little memory; end programs",
@@ -64,7 +72,81 @@ def test_gpus_are_listed_with_their_memory() -> None:
     )
     found = list(doctor.gpu_lines(SimpleNamespace(cuda=cuda)))
     assert found == ["gpu 0, 1.0 GB of 10 GB free", "gpu 1, 2.0 GB of 10 GB free"]
-    assert list(doctor.gpu_lines(None)) == []
+
+
+@pytest.mark.usefixtures("whole")
+def test_what_is_here_is_what_the_metadata_and_the_machine_say(tmp_path: Path) -> None:
+    found = list(inspect_installation(tmp_path / "runs"))
+    assert not any(isinstance(one, Problem) and one.is_needed for one in found)
+    lines = [line for line in found if isinstance(line, str)]
+    assert lines[0].startswith(f"atlas {metadata.version('atlas-fl')}, Python 3.")
+    assert f"torch {metadata.version('torch')}, " in lines[1]
+    assert any(line.startswith(f"runs: {tmp_path}/runs, ") for line in lines)
+
+
+def test_a_part_is_whole_missing_or_damaged(tmp_path: Path) -> None:
+    (line, problem) = check_asset(PART, tmp_path)
+    assert line == "part: not here; `atlas fetch embedded` gets it"
+    assert problem == Problem("part was not fetched", "run `atlas fetch embedded`")
+    (tmp_path / "part").mkdir()
+    for content in (None, "help"):
+        if content is not None:
+            (tmp_path / "part/a.txt").write_text(content)
+        (_, problem) = check_asset(PART, tmp_path)
+        assert problem == Problem(f"part is damaged: {tmp_path}/part/a.txt", "run `atlas fetch embedded`")
+    (tmp_path / "part/a.txt").write_text("hello")
+    assert list(check_asset(PART, tmp_path)) == [f"part: {tmp_path}/part"]
+
+
+def test_a_part_that_no_preset_of_texts_needs_may_be_missing(tmp_path: Path) -> None:
+    part = replace(PART, group="vision")
+    assert list(check_asset(part, tmp_path)) == ["part: not here; `atlas fetch vision` gets it"]
+    (tmp_path / "part").mkdir()
+    (_, problem) = check_asset(part, tmp_path)
+    assert isinstance(problem, Problem) and not problem.is_needed
+
+
+def test_a_part_that_the_machine_has_already_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    assert list(check_asset(replace(PART, system_dir=tmp_path), tmp_path / "cache")) == [f"part: {tmp_path}"]
+
+
+@pytest.mark.parametrize("version", ["2.6", "2.13.0+cpu", "3.0.dev1"])
+def test_a_version_fits_where_the_requirement_allows_it(version: str, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: version)
+    assert list(check_packages({"torch": "torch>=2.6"})) == [f"packages: torch {version}"]
+
+
+@pytest.mark.parametrize(("installed", "state"), [(None, "torch is missing"), ("2.5", "torch 2.5 is here")])
+def test_a_package_that_is_missing_or_too_old_has_a_remedy(installed: str | None, state: str, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: installed)
+    (_, problem) = check_packages({"torch": "torch>=2.6"})
+    assert problem == Problem(f"{state} and torch>=2.6 is needed", "run `pip install 'torch>=2.6'`")
+
+
+@pytest.mark.usefixtures("whole")
+def test_a_package_that_is_only_on_the_path_is_said(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    monkeypatch.setattr(doctor, "extra_requirements", lambda _: {})
+    (problem, *_) = (one for one in inspect_installation(tmp_path) if isinstance(one, Problem))
+    assert problem.is_needed and "make setup" in problem.remedy
+
+
+def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(monkeypatch) -> None:
+    def fail(_: str) -> None:
+        raise ImportError("libcudart.so.12:\n cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "import_module", fail)
+    (problem, line) = doctor.check_gpus()
+    assert isinstance(problem, Problem) and problem.is_needed and line == "GPUs: none that PyTorch can use"
+    assert problem.text.endswith("libcudart.so.12: cannot open shared object file")
+
+
+def test_little_memory_is_said() -> None:
+    (line, problem) = doctor.check_memory(10**9)
+    assert line == "memory: 1.0 GB free" and isinstance(problem, Problem) and not problem.is_needed
+    assert problem.text.startswith("1.0 GB of memory are free")
+    assert list(doctor.check_memory(10**11)) == ["memory: 100 GB free"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from atlas_fl.storage.folder_access import (
     DRAFT,
     cut_file,
     files_below,
+    free_bytes,
     list_folder,
     open_to_append,
     read_file,
@@ -128,3 +129,18 @@ def test_sizes_and_depth_are_bounded(tmp_path) -> None:
     (tmp_path / "deep.json").write_text("[" * 980 + "]" * 980)
     with pytest.raises(CheckpointError, match=r"damaged file .*deep.json: its lists are nested more than 64 deep"):
         read_json(tmp_path / "deep.json")
+
+
+def test_what_is_free_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert free_bytes(root=tmp_path) is None
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert free_bytes(root=tmp_path) == 4_096_000
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "1000\n")
+    assert free_bytes(root=tmp_path) == 4_096_000
+    write("sys/fs/cgroup/memory.max", "3000\n")
+    assert free_bytes(root=tmp_path) == 2000

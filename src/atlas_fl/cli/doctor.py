@@ -2,77 +2,142 @@
 
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import DemoOptions, DoctorOptions
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
 from atlas_fl.report.format import EMPTY, human_bytes
-from atlas_fl.report.table import Table
+from atlas_fl.storage.assets import Asset, assets, embedded_dir
+from atlas_fl.storage.downloads import find_damaged_file
+from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
+from atlas_fl.storage.folder_access import free_bytes
 
 if TYPE_CHECKING:
-    from atlas_fl.experiment.installation import Installation, Problem
     from atlas_fl.storage.run_folder import RunFolder
 
 MISSING = 1
 ALWAYS_SHOWN = ("torch", "transformers", "peft", "datasets", "numpy", "scikit-learn")
+RUN_MEMORY_BYTES = 2_500_000_000
+"""Most memory of a run of the quick preset, as README says."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault of the installation, and its remedy."""
+
+    text: str
+    remedy: str
+    is_needed: bool = True
+    """True where a run of the embedded presets cannot do without it."""
+
+
+Findings: TypeAlias = Iterator[str | Problem]
+"""Lines on what there is, and problems among them."""
 
 
 def doctor(options: DoctorOptions) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    from atlas_fl.experiment.installation import inspect_installation, problems_of
-
-    found = inspect_installation(runs_dir=Path(options.runs_dir))
-    problems = tuple(problems_of(found))
-    is_ready = not any(problem.is_needed for problem in problems)
-    show(installation_page(found))
+    found = list(inspect_installation(Path(options.runs_dir)))
+    show([line for line in found if isinstance(line, str)])
+    problems = [problem for problem in found if isinstance(problem, Problem)]
     show(["", *problem_lines(problems)])
-    return 0 if is_ready else MISSING
+    return MISSING if any(problem.is_needed for problem in problems) else 0
 
 
-def installation_page(found: "Installation") -> Iterator[RenderableType]:
-    """Parts of the installation, from packages to files."""
-    shown = [package for package in found.packages if package.name in ALWAYS_SHOWN or not package.fits]
-    names = ", ".join(f"{package.name} {package.installed or EMPTY}" for package in shown)
-    yield f"atlas {found.version or EMPTY}, Python {platform.python_version()}, {platform.platform(terse=True)}"
-    yield f"packages: {names}"
+def inspect_installation(runs_dir: Path) -> Findings:
+    """Findings on packages, the machine, and the embedded models and data; of the packages PyTorch alone is loaded."""
+    own = _version(PROJECT)
+    yield f"atlas {own or EMPTY}, Python {platform.python_version()}, {platform.platform(terse=True)}"
+    if own is None:
+        text = f"{PROJECT} is on Python's path and not installed, so that what it needs is not known"
+        yield Problem(text, "run `pip install .` in its sources, or `make setup`")
+    yield from check_packages(extra_requirements(""))
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     yield f"processors: {usable} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}"
-    yield f"GPUs: {'; '.join(gpu_lines(found.torch)) or 'none that PyTorch can use'}"
-    free = found.free_memory_bytes
-    yield f"memory: {'free memory is not known here' if free is None else f'{human_bytes(free)} free'}"
-    for purpose, (path, free_on_disk) in found.folders.items():
-        yield f"{purpose}: {path}, {human_bytes(free_on_disk)} free on its disk"
-    yield ""
-    rows = [
-        (asset.name, asset.state, str(asset.folder) if asset.state == "whole" else f"atlas fetch {asset.group}")
-        for asset in found.assets
-    ]
-    columns = ("name", "state", "where it lies, or how to get it")
-    yield Table(title="Embedded models and data", columns=columns, rows=rows)
+    yield from check_gpus()
+    yield from check_memory(free_bytes())
+    for purpose, path in {"runs": runs_dir.absolute(), "cache": embedded_dir().absolute()}.items():
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        yield f"{purpose}: {path}, {human_bytes(shutil.disk_usage(existing).free)} free on its disk"
+    for asset in assets().values():
+        yield from check_asset(asset, embedded_dir())
+
+
+def check_packages(needed: Mapping[str, str]) -> Findings:
+    """The versions of packages of which these are needed (`torch>=2.6`), and those that do not fit."""
+    installed = {name: _version(name) for name in needed}
+    wrong = [name for name, here in installed.items() if here is None or not accepts(needed[name], here)]
+    shown = (f"{name} {here or EMPTY}" for name, here in installed.items() if name in (*ALWAYS_SHOWN, *wrong))
+    yield f"packages: {', '.join(shown)}"
+    for name in wrong:
+        here = f"{name} {installed[name]} is here" if installed[name] else f"{name} is missing"
+        yield Problem(f"{here} and {needed[name]} is needed", f"run `pip install '{needed[name]}'`")
+
+
+def check_gpus() -> Findings:
+    """The GPUs, or why a PyTorch that is installed cannot be loaded."""
+    lines: list[str] = []
+    if _version("torch") is not None:
+        try:
+            lines = list(gpu_lines(import_module("torch")))
+        except (ImportError, OSError) as error:  # of a library that it loads, such as one of CUDA
+            text = f"torch is installed and cannot be loaded: {' '.join(str(error).split())}"
+            yield Problem(text, "run `pip install --force-reinstall torch`")
+    yield f"GPUs: {'; '.join(lines) or 'none that PyTorch can use'}"
 
 
 def gpu_lines(torch: Any) -> Iterator[str]:
     """Name and memory of each GPU that this PyTorch can use."""
-    for index in range(torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         yield f"{torch.cuda.get_device_name(index)}, {human_bytes(free)} of {human_bytes(total)} free"
 
 
-def problem_lines(problems: "Sequence[Problem]") -> Iterator[str]:
+def check_memory(free: int | None) -> Findings:
+    """So much free memory, and whether it is less than the quick preset takes."""
+    yield f"memory: {'free memory is not known here' if free is None else f'{human_bytes(free)} free'}"
+    if free is not None and free < RUN_MEMORY_BYTES:
+        text = f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB"
+        yield Problem(text, "end other programs, or take --preset smoke", is_needed=False)
+
+
+def check_asset(asset: Asset, cache_dir: Path) -> Findings:
+    """Where an embedded model or data set lies, or what is wrong with it, by the SHA-256 of its files."""
+    folders = asset.folders(cache_dir)
+    damaged = {folder: find_damaged_file(folder, asset) for folder in folders}
+    whole = next((folder for folder, file in damaged.items() if file is None), None)
+    if whole is not None:
+        yield f"{asset.name}: {whole}"
+        return
+    is_needed = asset.group == "embedded"
+    fault = f"is damaged: {folders[0] / str(damaged[folders[0]])}" if folders[0].is_dir() else "was not fetched"
+    yield f"{asset.name}: not here; `atlas fetch {asset.group}` gets it"
+    if is_needed or folders[0].is_dir():
+        yield Problem(f"{asset.name} {fault}", f"run `atlas fetch {asset.group}`", is_needed=is_needed)
+
+
+def problem_lines(problems: list[Problem]) -> Iterator[str]:
     """A line for each problem with its remedy, what is needed first, and the verdict."""
     for problem in sorted(problems, key=lambda problem: not problem.is_needed):
         yield f"{'missing' if problem.is_needed else 'note'}: {problem.text}; {problem.remedy}"
     count = sum(problem.is_needed for problem in problems)
     things = "1 thing is" if count == 1 else f"{count} things are"
     yield f"{things} missing" if count else "everything is here that the embedded presets need"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def demo(options: DemoOptions) -> int:

@@ -32,6 +32,7 @@ from atlas_fl.experiment.sweep import (
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
 from atlas_fl.report.comparison_tables import first_tables, method_tables, statistics_files, task_table
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import VARIED, FederationResults, federation_results, lines_in_one_place
@@ -40,7 +41,7 @@ from atlas_fl.report.format import seconds
 from atlas_fl.report.html.comparison_page import federations_page
 from atlas_fl.report.html.elements import markdown, render
 from atlas_fl.report.method_comparison import comparison_sentence, describe_runs
-from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
+from atlas_fl.report.sweep import search_table, sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import read_json, read_rows
@@ -277,7 +278,7 @@ def search(options: SearchOptions) -> int:
             on_event=on_event,
         )
     table = found.settings.with_suffix(".csv")
-    write_atomic(table, search_csv(found.trials).encode())
+    write_atomic(table, format_csv(found.trials).encode())
     show([search_table(found), f"the same as CSV: {table}"])
     show([f"the best settings: atlas run --config {found.settings}"])
     return 0

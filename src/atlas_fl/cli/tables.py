@@ -11,7 +11,7 @@ from atlas_fl.experiment.summary import gain_note
 from atlas_fl.planning.place_client import ClientPlacement
 from atlas_fl.report.format import EMPTY, cluster_name
 from atlas_fl.report.table import Cell, Number, Table, count, plain
-from atlas_fl.report.tables import closing_table, sharing_table, site_tables
+from atlas_fl.report.tables import closing_table, site_tables
 
 SHOWN_FAILURES = 10
 
@@ -22,9 +22,6 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
         yield line
     yield closing_table(summary)
     yield from site_tables(summary)
-    if summary.get("sharing"):
-        groups = [group.items() for group in summary["sharing"].values()]
-        yield sharing_table({"parameters": name, **row} for group in groups for name, row in group)
     for refused in (summary.get("events") or {}).get("refused", ()):
         yield f"refused: {refused['client']} in round {refused['round']}: {refused['reason']}"
     yield f"run folder: {folder}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import Params
-from atlas_fl.sparse.masked_sgd import SparseSGDM
+from atlas_fl.sparse.masked_sgd import SparseSGDM, freeze
 from atlas_fl.sparse.masks import Mask
 
 Term: TypeAlias = Callable[[str, Tensor], Tensor]
@@ -194,35 +194,18 @@ def make_optimizer(
             parameters, lr=options.lr, weight_decay=options.weight_decay, fused=fuses or None, foreach=None
         )
         if masks is not None:
-            _freeze(adamw, leaves, masks)
+            freeze(adamw, leaves, masks)
         return adamw
+    # The fused kernel gives the bits of the others in half the time, but after a first step that was left out it goes
+    # on with momentum that nobody wrote (torch 2.13).
     settings: dict[str, Any] = {
         "lr": options.lr,
         "momentum": options.momentum,
         "nesterov": options.nesterov,
         "weight_decay": options.weight_decay,
+        "fused": not skips,
+        "foreach": skips,
     }
     if masks is not None:
         return SparseSGDM(leaves, masks=masks, **settings)
-    # The fused kernel gives the bits of the others in half the time, but after a first step that was left out it goes
-    # on with momentum that nobody wrote (torch 2.13).
-    return torch.optim.SGD(parameters, fused=not skips, foreach=skips, **settings)
-
-
-def _freeze(optimizer: torch.optim.Optimizer, leaves: Params, masks: Mask) -> None:
-    """Let the optimizer move what the masks let it: gradients are masked, and frozen values are put back."""
-    movable = {name: masks[name].to(leaf.device) for name, leaf in leaves.items()}
-    start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-
-    def mask_gradients(*_: Any) -> None:
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                leaf.grad.masked_fill_(~movable[name], 0.0)
-
-    @torch.no_grad()
-    def put_back(*_: Any) -> None:
-        for name, leaf in leaves.items():
-            leaf.copy_(torch.where(movable[name], leaf, start[name]))
-
-    optimizer.register_step_pre_hook(mask_gradients)
-    optimizer.register_step_post_hook(put_back)
+    return torch.optim.SGD(parameters, **settings)

@@ -1,8 +1,8 @@
 """Hyperparameter search: search spaces and trials, which Optuna proposes.
 
-Trials are ordinary runs, and nothing else is kept: a proposal is a function of the seed, the number of the trial and
-the trials before it, so the same search proposes the same trials again, passes by finished runs and resumes the one
-that was interrupted. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl, "Algorithms for
+Trials are ordinary runs, and nothing else is kept: a proposal is a function of the seed and the trials before it, so
+the same search proposes the same trials again, passes by finished runs and resumes the one that was interrupted.
+Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl, "Algorithms for
 Hyper-Parameter Optimization" (NeurIPS 2011).
 """
 
@@ -94,46 +94,19 @@ def _optuna() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A finished trial."""
-
-    number: int
-    """Its number, from 0."""
-    params: Mapping[str, Any]
-    """The chosen values, as Optuna has them."""
-    run: str
-    """The name of its run."""
-    scores: Mapping[int, float]
-    """The mean validation score of every evaluated round."""
-
-    @property
-    def changes(self) -> dict[str, str]:
-        """The chosen values, as a command line spells them."""
-        return {name: format_value(value) for name, value in self.params.items()}
-
-    @property
-    def score(self) -> float:
-        """The score of its best round; the lowest there is where no round's outputs are numbers."""
-        return max(self.scores.values(), default=LOWEST)
-
-    @property
-    def best_round(self) -> int | None:
-        """The round with the highest score, the earliest of equals."""
-        return next(iter(best_rounds(self.scores, 1)), None)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The outcome of a search."""
 
     settings: Path
     """The file of the best settings, beside the runs."""
-    trials: tuple[Trial, ...]
+    trials: Sequence[Mapping[str, Any]]
+    """Of every trial its number, its values as a command line spells them, the mean validation score of its best round
+    (the earliest of equals), this round (None where no outputs are numbers), its evaluated rounds and its run."""
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> Mapping[str, Any]:
         """The trial with the highest score, the first of equals."""
-        return max(self.trials, key=lambda trial: trial.score)
+        return max(self.trials, key=lambda trial: trial["validation"])
 
 
 def run_search(
@@ -151,42 +124,36 @@ def run_search(
         raise ConfigError(f"--trials is {trials}; allowed: at least 1; give the number of trials")
     check_space(base, space)
     base = pin_mask_file(base)
-    finished: list[Trial] = []
+    optuna = _optuna()
+    sampler = optuna.samplers.TPESampler(seed=derive_seed(base.run.seed, "search") % 2**32)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    finished: list[dict[str, Any]] = []
     points: list[Point] = []
 
     def announce(_: int, point: Point, state: RunState) -> None:
         on_trial(len(finished), point, state)
 
     for number in range(trials):
-        params = _propose_trial(finished, space, seed=base.run.seed)
-        over = {name: (format_value(value),) for name, value in params.items()}
-        points += grid(base, over=over, seeds=(base.run.seed,))
+        proposed = study.ask(dict(space))
+        changes = {name: format_value(value) for name, value in proposed.params.items()}
+        points += grid(base, over={name: (value,) for name, value in changes.items()}, seeds=(base.run.seed,))
         (run,) = run_all(points[-1:], on_run=announce, on_event=on_event)
         scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
-        finished.append(Trial(number=number, params=params, run=run.name, scores=scores))
+        best_round = next(iter(best_rounds(scores, 1)), None)
+        score = LOWEST if best_round is None else scores[best_round]
+        study.tell(proposed, score)
+        outcome = {"validation": score, "best_round": best_round, "rounds": max(scores, default=0), "run": run.name}
+        finished.append({"trial": number, **changes, **outcome})
     # a digest of all that is searched is in the name, so that no two searches share a file
     searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
     digest = sha256(to_json(searched).encode()).hexdigest()[:8]
     stem = base.run.name or f"search-{federation_name(base)}"
-    result = SearchResult(settings=Path(base.run.runs_dir) / f"{stem}-{digest}.toml", trials=tuple(finished))
-    if result.best.best_round is None:
+    result = SearchResult(settings=Path(base.run.runs_dir) / f"{stem}-{digest}.toml", trials=finished)
+    if result.best["best_round"] is None:
         raise ConfigError(
             f"the models of all {trials} trials give outputs that are NaN or infinite; search lower rates in --over"
         )
-    best = points[result.best.number].config
+    best = points[result.best["trial"]].config
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
     write_atomic(result.settings, to_toml(named).encode())
     return result
-
-
-def _propose_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int) -> dict[str, Any]:
-    """The values of the next trial, of a study in memory with all finished trials."""
-    optuna = _optuna()
-    sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    for trial in finished:
-        study.add_trial(
-            optuna.trial.create_trial(params=dict(trial.params), distributions=dict(space), value=trial.score)
-        )
-    params: dict[str, Any] = study.ask(dict(space)).params
-    return params

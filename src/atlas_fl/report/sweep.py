@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from atlas_fl.experiment.search import SearchResult, Trial
-from atlas_fl.report.csv_text import format_csv
+from atlas_fl.experiment.search import SearchResult
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
-from atlas_fl.report.table import Cell, Table, count, plain
+from atlas_fl.report.table import Table, count, plain
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
@@ -87,30 +86,21 @@ def _are_numbers(values: Sequence[str]) -> bool:
 def search_table(search: SearchResult) -> Table:
     """A row for each trial, the chosen values and their score on validation; the best is bold."""
     best = search.best
-    rows: list[list[Cell]] = [
-        [
-            str(trial.number),
-            *map(_short, trial.changes.values()),
-            *(plain(trial.score, 4), count(trial.best_round)),
-            str(max(trial.scores)),
-        ]
-        for trial in search.trials
-    ]
+    number, *settings = list(best)[:-4]
     return Table(
         title=f"{len(search.trials)} trials",
-        columns=("trial", *best.changes, "validation", "best round", "rounds"),
-        rows=rows,
-        note=f"mean validation score over clients in a trial's best round; best: trial {best.number}, {best.run}",
-        bold_row=best.number,
-    )
-
-
-def search_csv(trials: Sequence[Trial]) -> str:
-    """The trials as CSV with a header, in full precision."""
-    return format_csv(
-        {"trial": trial.number, **trial.changes, "validation": trial.score, "best_round": trial.best_round}
-        | {"rounds": max(trial.scores), "run": trial.run}
-        for trial in trials
+        columns=(number, *settings, "validation", "best round", "rounds"),
+        rows=[
+            [
+                str(trial[number]),
+                *(_short(trial[name]) for name in settings),
+                *(plain(trial["validation"], 4), count(trial["best_round"])),
+                str(trial["rounds"]),
+            ]
+            for trial in search.trials
+        ],
+        note=f"mean validation score over clients in a trial's best round; best: trial {best[number]}, {best['run']}",
+        bold_row=best[number],
     )
 
 

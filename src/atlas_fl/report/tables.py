@@ -11,7 +11,6 @@ from statistics import fmean
 
 from atlas_fl.data.clients import group_by
 from atlas_fl.experiment.summary import GENERATION_METRICS
-from atlas_fl.report.figure_rows import group_order
 from atlas_fl.report.format import EMPTY, cluster_name, human_bytes, isolate, names_in_words, number, percent, seconds
 from atlas_fl.report.table import (
     Cell,
@@ -348,24 +347,3 @@ def _writing_notes(tasks: Mapping[str, Entry]) -> list[str]:
             ]
             notes.append(f"{task} writes: {', '.join(scores)}")
     return notes
-
-
-def sharing_table(rows: Iterable[Entry]) -> Table:
-    """One row a group of parameters: how much of its own clients keep, and the measurement that says so."""
-    by_group = group_by(rows, lambda row: str(row["parameters"]))
-    cells: list[list[Cell]] = []
-    for group, members in sorted(by_group.items(), key=lambda item: group_order(item[0])):
-        own = [row["own_share"] for row in members]
-        together = fmean(row["effective_clients"] for row in members)
-        ratios = [row["variance_over_noise"] for row in members if row.get("variance_over_noise") is not None]
-        ratio = plain(fmean(ratios) if ratios else None, 2)
-        cells.append([group, count(len(members)), share(min(own)), share(max(own)), plain(together, 1), ratio])
-    return Table(
-        title="How personal the models are",
-        columns=("parameters", "clients", "least of its own", "most", "as if averaged over", "variance over noise"),
-        rows=cells,
-        note=(
-            "as if averaged over: so many clients, each counting alike; variance over noise: between clients that are"
-            " compared, over the noise of one"
-        ),
-    )

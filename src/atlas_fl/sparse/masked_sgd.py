@@ -1,22 +1,20 @@
 """SGD with momentum under a mask: only the weights that the mask keeps move.
 
-    d <- m (g + decay theta),   b <- momentum b + (1 - dampening) d   (b <- d at first),
-    theta <- theta - lr (d + momentum b  with Nesterov, b without)
+    d <- g + decay theta,   b <- momentum b + (1 - dampening) d   (b <- d at first),
+    theta <- theta - lr m (d + momentum b  with Nesterov, b without)
 
-Where few weights are kept, they are gathered, updated in a compact tensor and written back, and the momentum buffer has
-only them. Otherwise gradients are +0.0 where a weight is frozen, even if they are NaN, and theta + 0.0 has the bits of
-theta. Parameters that move as a whole are torch's.
+`freeze` puts back what the mask m freezes, bit for bit, behind every step of an optimizer of torch. There no weight's
+step depends on another weight, so the kept ones move as they do where everything moves.
 
-`extract_momentum` and `load_momentum` carry the momentum from one round's optimizer to the next. Under a mask the
-momentum of a frozen weight is +0.0 or not stored. So only that of kept weights is handed over, in the order of their
-positions, and with zeros elsewhere the buffer is the same to the last bit.
+`extract_momentum` and `load_momentum` carry the momentum from one round's optimizer to the next: under a mask that of
+kept weights alone, in the order of their positions. That of the others moves nothing.
 
 `restore_frozen` keeps frozen weights bit for bit in the server's step. All clients have the same ones, so their mean
 equals them; but in floating point a weighted sum of equal numbers may differ in the last bit, and then the two ends of
 a connection that sends kept values alone would disagree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,10 +42,25 @@ def restore_frozen(aggregated: ByClient, before: ByClient, mask: Mask) -> dict[s
     }
 
 
-FEW = 0.25
-"""Up to this share of kept weights, gathering them is faster than passing over all."""
-
 BUFFER = "momentum_buffer"
+
+
+def freeze(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], masks: Mask) -> None:
+    """Let the optimizer move only what the masks keep: after each of its steps the others have their bits of now.
+
+    Raises `ModelError` where the masks do not fit the parameters.
+    """
+    check_mask(masks, named)
+    kept = {leaf: masks[name].to(leaf.device) for name, leaf in named.items() if not masks[name].all()}
+    frozen = {leaf: leaf.detach().clone() for leaf in kept}
+
+    @torch.no_grad()
+    def put_back(*_: Any) -> None:
+        for leaf, values in frozen.items():
+            if leaf.grad is not None:
+                torch.where(kept[leaf], leaf, values, out=leaf)
+
+    optimizer.register_step_post_hook(put_back)
 
 
 class SparseSGDM(torch.optim.SGD):
@@ -58,62 +71,8 @@ class SparseSGDM(torch.optim.SGD):
     """
 
     def __init__(self, named: Mapping[str, Tensor], *, masks: Mask, **settings: Any) -> None:
-        check_mask(masks, named)
-        self._masks = {leaf: masks[name].to(leaf.device) for name, leaf in named.items() if not masks[name].all()}
-        # of parameters whose momentum is that of their kept weights alone, (kept,)
-        self.indices = {
-            leaf: mask.flatten().nonzero()[:, 0]
-            for leaf, mask in self._masks.items()
-            if int(torch.count_nonzero(mask)) <= FEW * mask.numel() and leaf.is_contiguous()
-        }
         super().__init__(list(named.values()), **settings)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the kept weights that have a gradient; what the closure returns, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        gradients = {leaf: leaf.grad for leaf in self._masks if leaf.grad is not None}
-        for group in self.param_groups:
-            for leaf in (leaf for leaf in group["params"] if leaf in gradients):
-                self._step_masked(leaf, gradients[leaf], group)
-                leaf.grad = None
-        super().step()
-        for leaf, gradient in gradients.items():
-            leaf.grad = gradient
-        return loss
-
-    def _step_masked(self, leaf: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        index, decay = self.indices.get(leaf), group["weight_decay"]
-        if index is None:
-            values = leaf.contiguous()
-            gradient = gradient.add(leaf, alpha=decay) if decay else gradient
-            gradient = gradient.masked_fill(~self._masks[leaf], 0.0).contiguous()
-            decay = 0.0
-        else:
-            # Of the ways to gather and to put back, these two use every thread, and torch has them deterministic.
-            values, gradient = leaf.take(index), gradient.take(index)
-        buffers, is_first = [], BUFFER not in self.state[leaf]
-        if group["momentum"] != 0:
-            buffers = [self.state[leaf].setdefault(BUFFER, torch.empty_like(gradient))]
-        torch._fused_sgd_(
-            [values],
-            [gradient],
-            buffers,
-            weight_decay=decay,
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=False,
-            is_first_step=is_first,
-        )
-        if index is None:
-            leaf.copy_(values)
-        else:
-            leaf.view(-1).index_copy_(0, index, values)
+        freeze(self, named, masks)
 
 
 def extract_momentum(optimizer: torch.optim.Optimizer, named: Params, *, masks: Mask | None) -> dict[str, Tensor]:
@@ -126,7 +85,7 @@ def extract_momentum(optimizer: torch.optim.Optimizer, named: Params, *, masks: 
         buffer = optimizer.state.get(parameter, {}).get(BUFFER)
         if buffer is None or (masks is not None and not masks[name].any()):
             continue
-        if masks is not None and not _is_gathered(optimizer, parameter):
+        if masks is not None:
             buffer = buffer[masks[name].to(buffer.device)]
         buffers[name] = buffer.detach().cpu()
     return buffers
@@ -137,11 +96,7 @@ def load_momentum(optimizer: torch.optim.Optimizer, named: Params, momentum: Par
     for name, values in momentum.items():
         parameter = named[name]
         buffer = values.to(parameter.device, copy=True)  # it moves in place, and the round may have to be repeated
-        if masks is not None and not _is_gathered(optimizer, parameter):
+        if masks is not None:
             buffer = torch.zeros_like(parameter, requires_grad=False)
             buffer[masks[name].to(parameter.device)] = values.to(parameter.device)
         optimizer.state[parameter][BUFFER] = buffer
-
-
-def _is_gathered(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    return isinstance(optimizer, SparseSGDM) and parameter in optimizer.indices

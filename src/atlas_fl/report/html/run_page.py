@@ -12,7 +12,7 @@ from atlas_fl.experiment.answers import read_evaluation
 from atlas_fl.experiment.harness import read_harness
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
 from atlas_fl.report.answers import answers_table, harness_table, scores_table
-from atlas_fl.report.figure_rows import ALL, class_rows, sharing_rows
+from atlas_fl.report.figure_rows import ALL, class_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
@@ -32,7 +32,7 @@ from atlas_fl.report.table import (
     table_of,
     word,
 )
-from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table, site_tables
+from atlas_fl.report.tables import SCORES, closing_table, plan_tables, site_tables
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -59,7 +59,7 @@ def run_page(run: Path | str) -> Page:
             *charts_of(record, "clusters", "adjacency", "ranks", "mask"),
             *plan_tables(record.plan),
         ],
-        ("sharing", "How personal each model is"): _sharing(record),
+        ("sharing", "How personal each model is"): [*charts_of(record, "sharing")],
         ("costs", "What it cost"): _costs(record),
         ("events", "Who was refused, missing, late or hosted"): _events(record),
         ("plugins", "Figures of plug-ins"): [*plugin_charts(record).values()],
@@ -221,11 +221,6 @@ CLIENT_DATA: Columns = {
 CLIENT_DATA_NOTE = (
     "labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1"
 )
-
-
-def _sharing(record: Record) -> list[Block]:
-    rows = sharing_rows(record)
-    return [*charts_of(record, "sharing"), sharing_table(rows)] if rows else []
 
 
 def _costs(record: Record) -> list[Block]:
