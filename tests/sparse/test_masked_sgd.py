@@ -198,9 +198,13 @@ def test_a_step_takes_a_closure_and_gives_back_its_result() -> None:
     assert leaf.tolist() == [-1, 0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("share", [None, 0.1, 0.6, 1.0])
-def test_an_optimizer_that_goes_on_ends_in_the_bits_of_one_that_was_never_left(share: float | None) -> None:
-    words = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+def test_an_optimizer_that_goes_on_ends_in_the_bits_of_one_that_was_never_left(
+    share: float | None, fused: bool
+) -> None:
+    """One tensor is frozen as a whole, and so has no momentum, which torch's fused step does not take beside others."""
+    words = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "fused": fused}
     masks = None
     if share is not None:
         masks = {**masked(2, share), "scalar": torch.tensor(False)}

@@ -71,7 +71,9 @@ class SparseSGDM(torch.optim.SGD):
     """
 
     def __init__(self, named: Mapping[str, Tensor], *, masks: Mask, **settings: Any) -> None:
-        super().__init__(list(named.values()), **settings)
+        check_mask(masks, named)
+        # what is frozen as a whole has no momentum, and a fused step takes that of all its parameters or of none
+        super().__init__([{"params": [leaf for name, leaf in named.items() if masks[name].any()]}], **settings)
         freeze(self, named, masks)
 
 
