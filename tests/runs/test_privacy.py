@@ -47,7 +47,7 @@ def check_altered_rows(folder: Path) -> None:
         ("noise_multiplier", 0.9, "spends epsilon"),
         ("noise_multiplier", -1.0, "the noise multiplier is -"),
         ("paid_steps", 0.5, "it paid for"),
-        ("steps", 0.5, "and the plan has"),
+        ("steps", 0.5, "as planned"),
     ):
         changed = [json.loads(line) for line in whole.splitlines()]
         row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")

@@ -212,7 +212,7 @@ class RoundRecord:
                 row = {"round": self.round, "client": client, "event": "hosted", "work": work}
                 rows.append(row | {"host": match.host or "server", "reason": match.reason})
         sums = self.step.secure.sums if self.step.secure is not None else ()
-        rows += [{"round": self.round, "event": "summed securely", "reason": line} for line in sums]
+        rows += [{"round": self.round, "event": "summed", "reason": line} for line in sums]
         return [drop_undefined(row) for row in rows]
 
     def notes(self) -> list[str]:

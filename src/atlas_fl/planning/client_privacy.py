@@ -1,0 +1,98 @@
+"""Differential privacy of whole clients (`--dp client`): noise in the sums of their clipped updates.
+
+    sum = sum_k u_k + z S xi,   ||u_k|| <= S,   xi ~ N(0, I)        mean = sum / m of m clients, each of weight one
+
+McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language models" (ICLR). S is the
+norm of `--update-filter clip=S`, over all that a client sends; each of its numbers is in one sum. What is hidden is
+whether a client's updates are in the sums or zeros in their place. Which clients a round draws follows from `--seed`,
+which all know: so a client that is in k sums spends what k Gaussian mechanisms spend, and no chance of being drawn
+makes it less.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import sqrt
+
+import numpy as np
+
+from atlas_fl.aggregation.secure_mean import SumGroup
+from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
+from atlas_fl.config import Config
+from atlas_fl.config.methods import last_aggregation
+from atlas_fl.errors import BudgetError
+from atlas_fl.params import ByClient
+from atlas_fl.rng import generator, secret_normals
+from atlas_fl.setup.options import sample_clients
+
+
+def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Counter[str]:
+    """By client how many sums of these rounds it is in."""
+    last, share, seed = last_aggregation(config), config.training.participation, config.run.seed
+    drawn = (sample_clients(names, participation=share, seed=seed, round=round) for round in rounds if round <= last)
+    return Counter(name for clients in drawn for name in clients)
+
+
+def most_sums(config: Config, names: Sequence[str]) -> int:
+    """The most sums of the whole run that a client is in."""
+    return max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
+
+
+def noise_multiplier(config: Config, names: Sequence[str]) -> float:
+    """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
+    delta = delta_of(len(names), config.training.delta)
+    return noise_of(1.0, most_sums(config, names), config.training.epsilon, delta)
+
+
+def clip_of(config: Config) -> float:
+    """S, the largest norm of what a client sends."""
+    return float(config.training.update_filter[-1].removeprefix("clip="))
+
+
+def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
+    """By client metrics of what it has spent in the sums of these rounds, in which one that was done again is twice.
+
+    Raises BudgetError where that is more than the budget.
+    """
+    noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
+    sums, allowed = num_sums(config, names, rounds), most_sums(config, names)
+    if (most := max(sums.values())) > allowed:
+        raise BudgetError(
+            f"a client would be in {most} noisy sums, and --epsilon {config.training.epsilon:g} pays for {allowed},"
+            " because a killed server did rounds again; take the models of the last round, or begin another run"
+        )
+    return {
+        name: {
+            "epsilon": epsilon_of(1.0, noise, count, delta),
+            "noise_multiplier": noise,
+            "paid_steps": float(count),
+        }
+        for name, count in sums.items()
+    }
+
+
+def seeded_normals(seed: int, group: SumGroup, round: int, size: int) -> np.ndarray:
+    """Standard normal numbers of a simulation, (size,) float64."""
+    return generator(seed, "client noise", round, group.what, *group.clients).standard_normal(size)
+
+
+def drawn_normals(_: SumGroup, __: int, size: int) -> np.ndarray:
+    """The same of a server, from the operating system's generator."""
+    return secret_normals(os.urandom(32), size)
+
+
+def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup], models: ByClient) -> tuple[str, ...]:
+    """One line with the budget, and with the noise in the means over the largest update, z sqrt(sum_g d_g / m_g^2)."""
+    noise, training, squares = noise_multiplier(config, names), config.training, 0.0
+    for group in groups:
+        size = sum(models[group.clients[0]][key].numel() for key in group.keys)
+        squares += size / max(1.0, training.participation * len(group.clients)) ** 2
+    ratio = noise * sqrt(squares)
+    hopeless = ", so next to nothing is learned: bring more clients, train B alone (--strategy ffa), or lower --ranks"
+    return (
+        f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
+        f" {training.rounds} rounds, by noise of {noise:.2f} times the clip {clip_of(config):g} in every sum: in the"
+        f" means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples and"
+        " labels, scores, and what the server sees are not covered, and a simulation is not private, because it draws"
+        " its noise from --seed",
+    )
