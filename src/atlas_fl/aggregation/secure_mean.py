@@ -114,6 +114,9 @@ class SecureMeans:
     """By client the bytes up and down beside what is summed."""
 
 
+NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
+
+
 def secure_means(
     groups: Sequence[SumGroup],
     settings: SumSettings,

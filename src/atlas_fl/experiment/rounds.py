@@ -19,7 +19,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.secure_mean import SecureMeans, SumGroup, noisy_sum, secure_means, sum_here
+from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans, noisy_sum, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -338,9 +338,6 @@ def one_round(
         kept |= part.keep(start)
     options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
-    groups: tuple[SumGroup, ...] = ()
-    if config.needs_sums and start.aggregates:
-        groups = method.sum_groups(planned.plan.federation(), state.server_models, round=start.round)
     jobs = [
         Job(
             client=name,
@@ -377,9 +374,9 @@ def one_round(
     updates = [
         replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
     ]
-    received, secure = screen_updates(assembly, state, updates), None
-    if groups:
-        secure, received = _sums(assembly, planned, engine, state, received, groups)
+    received, secure = screen_updates(assembly, state, updates), NO_SUMS
+    if config.needs_sums and start.aggregates:
+        received, secure = _sums(assembly, planned, engine, state, received)
     if start.aggregates:
         step = _aggregate(assembly, state, received, planned, secure)
     else:  # clients go on with their own models
@@ -436,10 +433,10 @@ def _sums(
     engine: Engine,
     state: FederationState,
     received: ReceivedUpdates,
-    groups: Sequence[SumGroup],
-) -> tuple[SecureMeans, ReceivedUpdates]:
-    """The means of these groups of clients, and the updates with what their clients have spent under `--dp client`."""
+) -> tuple[ReceivedUpdates, SecureMeans]:
+    """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
+    groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
     settings, remote = sum_settings(config), engine if isinstance(engine, RemoteEngine) else None
     examples = {client.name: client.examples for client in planned.plan.clients}
     sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
@@ -450,7 +447,7 @@ def _sums(
         settings = replace(settings, deviation=noise_multiplier(config, assembly.names) * clip_of(config))
         normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
         sum_of = partial(noisy_sum, received.models, normals)
-    return secure_means(groups, settings, state.server_models, received.models, sum_of, round=number), received
+    return received, secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
 
 
 def _aggregate(
@@ -458,7 +455,7 @@ def _aggregate(
     state: FederationState,
     received: ReceivedUpdates,
     planned: PlanResult,
-    secure: SecureMeans | None,
+    secure: SecureMeans,
 ) -> ServerStep:
     """Apply the strategy, to the means by secure sums where there are any.
 
@@ -489,7 +486,7 @@ def _aggregate(
         StepInputs(
             server_state=server_state,
             client_models=server_models,
-            updates=trained if secure is None else secure.updates,
+            updates=secure.updates or trained,
             federation=federation,
             round=state.round + 1,
             answers=answers,
