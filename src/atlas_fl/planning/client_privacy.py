@@ -88,7 +88,7 @@ def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup]
         size = sum(models[group.clients[0]][key].numel() for key in group.keys)
         squares += size / max(1.0, training.participation * len(group.clients)) ** 2
     ratio = noise * sqrt(squares)
-    hopeless = ", so next to nothing is learned: bring more clients, train B alone (--strategy ffa), or lower --ranks"
+    hopeless = ", so next to nothing is learned: bring more clients, or send fewer numbers (--strategy ffa, --ranks)"
     return (
         f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
         f" {training.rounds} rounds, by noise of {noise:.2f} times the clip {clip_of(config):g} in every sum: in the"
