@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.errors import BudgetError
+from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.storage.jsonl import read_sealed
@@ -43,6 +43,6 @@ def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
     # a server that was killed in round 1 and did it again
     monkeypatch.setattr(RemoteEngine, "release", lambda _, round: [1, *range(1, round + 1)])
     found = record(shared_config(name="spent", **GIVEN), tmp_path, THREE)
-    assert isinstance(found.found.error, BudgetError)
+    assert isinstance(found.found.error, ConfigError)
     assert "would be in 3 noisy sums, and --epsilon 5 pays for 2" in str(found.found.error)
     passing_audit(found.found.folder)

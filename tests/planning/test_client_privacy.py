@@ -11,7 +11,7 @@ from scipy.stats import chi2, norm
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, noisy_sum, secure_means
 from atlas_fl.config import Config
 from atlas_fl.config.settings import replace_settings
-from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.errors import ConfigError
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.planning.client_privacy import (
     drawn_normals,
@@ -69,7 +69,7 @@ def test_who_is_drawn_pays_for_its_own_sums_and_the_noise_is_for_who_is_in_most(
 
 def test_a_round_that_was_done_again_is_paid_twice_and_ends_the_budget_early() -> None:
     assert spending(config_of(), NAMES, [1, 2, 2])["c0"]["paid_steps"] == 3
-    with pytest.raises(BudgetError, match="would be in 13 noisy sums, and --epsilon 4 pays for 12"):
+    with pytest.raises(ConfigError, match="would be in 13 noisy sums, and --epsilon 4 pays for 12"):
         spending(config_of(), NAMES, [*range(1, 13), 12])
 
 

@@ -20,7 +20,7 @@ from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
-from atlas_fl.errors import BudgetError
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import ByClient
 from atlas_fl.rng import generator, secret_normals
 from atlas_fl.setup.options import sample_clients
@@ -52,12 +52,12 @@ def clip_of(config: Config) -> float:
 def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
     """By client metrics of what it has spent in the sums of these rounds, in which one that was done again is twice.
 
-    Raises BudgetError where that is more than the budget.
+    Raises ConfigError where that is more than the budget.
     """
     noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
     sums, allowed = num_sums(config, names, rounds), most_sums(config, names)
     if (most := max(sums.values())) > allowed:
-        raise BudgetError(
+        raise ConfigError(
             f"a client would be in {most} noisy sums, and --epsilon {config.training.epsilon:g} pays for {allowed},"
             " because a killed server did rounds again; take the models of the last round, or begin another run"
         )
