@@ -44,5 +44,5 @@ def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
     monkeypatch.setattr(RemoteEngine, "release", lambda _, round: [1, *range(1, round + 1)])
     found = record(shared_config(name="spent", **GIVEN), tmp_path, THREE)
     assert isinstance(found.found.error, ConfigError)
-    assert "would be in 3 noisy sums, and --epsilon 5 pays for 2" in str(found.found.error)
+    assert "with this round; allowed: 5: a killed server did rounds again" in str(found.found.error)
     passing_audit(found.found.folder)

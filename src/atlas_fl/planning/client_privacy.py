@@ -33,15 +33,10 @@ def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Cou
     return Counter(name for clients in drawn for name in clients)
 
 
-def most_sums(config: Config, names: Sequence[str]) -> int:
-    """The most sums of the whole run that a client is in."""
-    return max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
-
-
 def noise_multiplier(config: Config, names: Sequence[str]) -> float:
     """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
-    delta = delta_of(len(names), config.training.delta)
-    return noise_of(1.0, most_sums(config, names), config.training.epsilon, delta)
+    most = max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
+    return noise_of(1.0, most, config.training.epsilon, delta_of(len(names), config.training.delta))
 
 
 def clip_of(config: Config) -> float:
@@ -55,19 +50,16 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
     Raises ConfigError where that is more than the budget.
     """
     noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
-    sums, allowed = num_sums(config, names, rounds), most_sums(config, names)
-    if (most := max(sums.values())) > allowed:
+    sums = num_sums(config, names, rounds)
+    spent = {name: epsilon_of(1.0, noise, count, delta) for name, count in sums.items()}
+    if (most := max(spent.values())) > config.training.epsilon:
         raise ConfigError(
-            f"a client would be in {most} noisy sums, and --epsilon {config.training.epsilon:g} pays for {allowed},"
-            " because a killed server did rounds again; take the models of the last round, or begin another run"
+            f"a client would spend epsilon {most:.4g} with this round; allowed: {config.training.epsilon:g}: a killed"
+            " server did rounds again; take the models of the last round, or begin another run"
         )
     return {
-        name: {
-            "epsilon": epsilon_of(1.0, noise, count, delta),
-            "noise_multiplier": noise,
-            "paid_steps": float(count),
-        }
-        for name, count in sums.items()
+        name: {"epsilon": epsilon, "noise_multiplier": noise, "paid_steps": float(sums[name])}
+        for name, epsilon in spent.items()
     }
 
 
