@@ -14,6 +14,7 @@ from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.planning.client_privacy import (
+    clip_models,
     drawn_normals,
     noise_multiplier,
     noise_notes,
@@ -134,6 +135,21 @@ def test_a_client_moves_all_sums_together_by_its_clip_at_most() -> None:
     moved = [10 * (with_it["c0"]["x"] - without["c0"]["x"]), 4 * (with_it["c0"]["head"] - without["c0"]["head"])]
     assert float(torch.cat(moved).norm()) == pytest.approx(0.5, abs=1e-4)
     assert torch.equal(with_it["c9"]["head"], without["c9"]["head"])
+
+
+def test_a_client_whose_own_model_has_gone_far_moves_a_sum_by_its_clip_all_the_same() -> None:
+    """Of methods that begin with a client's own model (MR-MTL), what it was trained to in all rounds counts."""
+    before = {name: {"q.lora_A": torch.zeros(3, 4), "head.weight": torch.zeros(2)} for name in NAMES}
+    far = {name: {"q.lora_A": torch.full((3, 4), 5.0), "head.weight": torch.full((2,), -1.0)} for name in NAMES}
+    near = {**far, "c1": {"q.lora_A": torch.full((3, 4), 0.01), "head.weight": torch.zeros(2)}}
+    found = clip_models(before, near, config_of())
+    for name in NAMES:
+        assert float(torch.cat([tensor.flatten() for tensor in found[name].values()]).norm()) <= 0.5 + 1e-6
+    assert torch.equal(found["c1"]["q.lora_A"], near["c1"]["q.lora_A"])
+    # what stays at the client is no part of the norm
+    kept = clip_models(before, far, config_of(share=("head",)))
+    assert torch.equal(kept["c0"]["q.lora_A"], far["c0"]["q.lora_A"])
+    assert float(kept["c0"]["head.weight"].norm()) == pytest.approx(0.5)
 
 
 def test_what_is_told_apart_of_a_clients_absence_is_below_epsilon() -> None:

@@ -48,6 +48,7 @@ from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.client_privacy import (
+    clip_models,
     clip_of,
     drawn_normals,
     noise_multiplier,
@@ -446,7 +447,7 @@ def _sums(
         received = replace(received, updates=updates)
         settings = replace(settings, deviation=noise_multiplier(config, assembly.names) * clip_of(config))
         normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
-        sum_of = partial(noisy_sum, received.models, normals)
+        sum_of = partial(noisy_sum, clip_models(state.server_models, received.models, config), normals)
     return received, secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
 
 

@@ -3,10 +3,11 @@
     sum = sum_k u_k + z S xi,   ||u_k|| <= S,   xi ~ N(0, I)        mean = sum / m of m clients, each of weight one
 
 McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language models" (ICLR). S is the
-norm of `--update-filter clip=S`, over all that a client sends; each of its numbers is in one sum. What is hidden is
-whether a client's updates are in the sums or zeros in their place. Which clients a round draws follows from `--seed`,
-which all know: so a client that is in k sums spends what k Gaussian mechanisms spend, and no chance of being drawn
-makes it less.
+norm of `--update-filter clip=S`, over all that a client sends; each of its numbers is in one sum. u_k is the change
+from the model that the server gave out last, so that what a client's own model has become in earlier rounds counts too.
+What is hidden is whether a client's updates are in the sums or zeros in their place. Which clients a round draws
+follows from `--seed`, which all know: so a client that is in k sums spends what k Gaussian mechanisms spend, and no
+chance of being drawn makes it less.
 """
 
 import os
@@ -15,13 +16,15 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 
 import numpy as np
+import torch
 
 from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import ByClient
+from atlas_fl.methods.update_filters import apply_filter
+from atlas_fl.params import ByClient, Params, shared_params
 from atlas_fl.rng import generator, secret_normals
 from atlas_fl.setup.options import sample_clients
 
@@ -42,6 +45,17 @@ def noise_multiplier(config: Config, names: Sequence[str]) -> float:
 def clip_of(config: Config) -> float:
     """S, the largest norm of what a client sends."""
     return float(config.training.update_filter[-1].removeprefix("clip="))
+
+
+def clip_models(before: ByClient, models: ByClient, config: Config) -> dict[str, Params]:
+    """The models with changes of S at most from what the server gave out last, whatever clients began with and sent."""
+    clipped = dict[str, Params]()
+    for client, params in models.items():
+        shared = shared_params(params, config.mixing.share)
+        change: Params = {key: tensor.float() - before[client][key] for key, tensor in shared.items()}
+        change = apply_filter(config.training.update_filter[-1], change, torch.Generator())
+        clipped[client] = {**params, **{key: before[client][key] + one for key, one in change.items()}}
+    return clipped
 
 
 def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
