@@ -65,6 +65,7 @@ WRITERS: Mapping[str, str] = {
     "deployment/receipt.py": "into a folder of drafts",
     "deployment/service.py": "in a run's folder",
     "deployment/privacy_record.py": "over a sealed record, which it has read",
+    "runtime/remote.py": "in a run's folder, over a sealed file, which it has read",
     "runtime/protocol/private_params.py": "in a folder with the vault's mark, or an empty one",
     "storage/checkpoint.py": "into a draft",
     "storage/digests.py": "in a run's folder",

@@ -194,7 +194,7 @@ def record(
     nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
     with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places, nowhere:
         ca = (folder / "certs" / names[0] / "ca.pem").read_bytes()
-        given = {"ca": ca, "late": not config.mixing.secure, **(how or {})}
+        given = {"ca": ca, "late": not config.needs_sums, **(how or {})}
         outcome = in_process.federate(config, names=names, **given)
     recording.found.error = recording.found.error or outcome.error
     recording.found.notes += outcome.notes

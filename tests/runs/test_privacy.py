@@ -47,7 +47,7 @@ def check_altered_rows(folder: Path) -> None:
         ("noise_multiplier", 0.9, "spends epsilon"),
         ("noise_multiplier", -1.0, "the noise multiplier is -"),
         ("paid_steps", 0.5, "it paid for"),
-        ("steps", 0.5, "and the plan has"),
+        ("steps", 0.5, "as planned"),
     ):
         changed = [json.loads(line) for line in whole.splitlines()]
         row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
@@ -72,7 +72,7 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         (["--clip", "0"], "set --clip to a norm"),
         (["--preset", "vision-lora"], "classes and numbers of texts alone"),
         (["--delta", "0.5", "--preset", "smoke"], "allowed: below one over that"),
-        (["--dp", "none", "--epsilon", "3"], "set --dp example, or leave --epsilon out"),
+        (["--dp", "none", "--epsilon", "3"], "set --dp example or --dp client, or leave --epsilon out"),
     ):
         assert main(["run", *usual, *words, "--runs-dir", str(tmp_path / "runs")]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Means through secure sums (`--secure`): the groups of clients that a rule averages, and the mean of each.
+"""Means through sums (`--secure`, `--dp client`): the groups of clients that a rule averages, and the mean of each.
 
     mean = sum_k q_k w_k / sum_k q_k      q_k = p_k / max_l p_l, over the clients k of a group that are in the sum
 
@@ -39,6 +39,8 @@ class SumSettings:
     """Hash of the settings."""
     bound: float
     max_share: float
+    deviation: float = 0.0
+    """Standard deviation of the noise in a sum."""
 
     def terms(self, group: SumGroup, *, round: int = 0) -> Terms:
         """The terms of the sum of this group in one round."""
@@ -54,6 +56,12 @@ class SumSettings:
         """q_k w_k, (d,) float64, given the examples of all."""
         flat = torch.cat([params[key].reshape(-1).double() for key in group.keys]).cpu().numpy()
         return lambda examples: np.asarray(flat * self.weights(examples)[client])
+
+    def error(self, group: SumGroup, survivors: int, weight: float) -> str:
+        """How far a mean of so many clients of this weight together is off."""
+        if self.deviation:
+            return f"with noise of {self.deviation / weight:.2g}"
+        return f"right to {self.bound * survivors / self.terms(group).levels / weight:.1g}"
 
 
 def sum_groups(
@@ -80,9 +88,9 @@ def sum_groups(
         names = tuple(clients[k] for k in sources)
         if len(names) < LEAST:
             raise ConfigError(
-                f"--secure shows sums of at least {LEAST} clients, and {what} would be of {' and '.join(names)};"
-                f" bring more of them (--clients-per-task {LEAST}, --min-cluster-size {LEAST}), or leave heads at the"
-                " clients (--share A B)"
+                f"--secure and --dp client are of sums over at least {LEAST} clients, and {what} would be of"
+                f" {' and '.join(names)}; bring more of them (--clients-per-task {LEAST}, --min-cluster-size {LEAST}),"
+                " or leave heads at the clients (--share A B)"
             )
         groups.append(SumGroup(clients=names, keys=tuple(keys), what=what))
     return tuple(groups)
@@ -106,6 +114,9 @@ class SecureMeans:
     """By client the bytes up and down beside what is summed."""
 
 
+NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
+
+
 def secure_means(
     groups: Sequence[SumGroup],
     settings: SumSettings,
@@ -120,7 +131,9 @@ def secure_means(
     sums, lost, sent = [], [], {client: np.zeros(2, int) for client in before}
     for group in groups:
         here = [client for client in group.clients if client in updates]
-        like = {key: before[here[0]][key] for key in group.keys} if here else {}
+        if not here:
+            continue
+        like = {key: before[here[0]][key] for key in group.keys}
         parts = [tensor.numel() for tensor in like.values()]
         try:
             done = sum_of(settings, group, sum(parts), round)
@@ -131,15 +144,15 @@ def secure_means(
             continue
         q = settings.weights(done.examples)
         weight = sum(q[client] for client in done.survivors)
-        error = settings.bound * len(done.survivors) / settings.terms(group).levels / weight
-        sums.append(f"{group.what} of {len(done.survivors)} of {len(group.clients)} clients, right to {error:.1g}")
+        error = settings.error(group, len(done.survivors), weight)
+        sums.append(f"{group.what} of {len(done.survivors)} of {len(group.clients)} clients, {error}")
         mean = torch.from_numpy(done.total / weight)
         split = zip(like.items(), torch.split(mean, parts), strict=True)
         shared = {key: part.to(tensor).view_as(tensor) for (key, tensor), part in split}
         for client in here:
             means[client] |= shared
-            sent[client] += done.sent_bytes[client]
-    sizes = {client: (int(up), int(down)) for client, (up, down) in sent.items()}
+            sent[client] += done.sent_bytes.get(client, (0, 0))
+    sizes = {client: (int(up), int(down)) for client, (up, down) in sent.items() if up}
     return SecureMeans(updates={**means}, sums=tuple(sums), lost=tuple(lost), sent_bytes=sizes)
 
 
@@ -150,6 +163,22 @@ def sum_here(
     here = [client for client in group.clients if client in updates]
     vectors = {client: settings.vector(group, client, updates[client]) for client in here}
     return sum_in_process(settings.terms(group, round=round), vectors, size=size, examples=examples)
+
+
+def noisy_sum(
+    updates: ByClient,
+    normals: Callable[[SumGroup, int, int], np.ndarray],
+    settings: SumSettings,
+    group: SumGroup,
+    size: int,
+    round: int,
+) -> SumResult:
+    """The sum of the clients that have updates, each of weight one, with Gaussian noise, at a server that sees all."""
+    here = {client: 1 for client in group.clients if client in updates}
+    total = settings.deviation * normals(group, round, size)
+    for client in here:
+        total += settings.vector(group, client, updates[client])(here)
+    return SumResult(total=total, survivors=tuple(here), examples=here, sent_bytes={})
 
 
 def secure_notes(groups: Sequence[SumGroup]) -> tuple[str, ...]:

@@ -28,8 +28,12 @@ GRID, POINTS = 2e-3, 2**17
 
 
 def check_privacy(run: Run) -> Iterator[AuditRow]:
-    """A row for each round and client that trained under differential privacy; none of runs without."""
-    if run.settings.training.dp != "example":
+    """A row for each round and client that trained under differential privacy; none of runs without.
+
+    Under `--dp client` a step is a sum that the client is in.
+    """
+    training = run.settings.training
+    if training.dp == "none":
         return
     file = run.path / "metrics.jsonl"
     with reading(file, "file of a run's rows"):
@@ -39,29 +43,31 @@ def check_privacy(run: Run) -> Iterator[AuditRow]:
             record = run.record(round)
             plan = run.plan(record.plan)
             for client, examples in zip(plan.clients, plan.examples, strict=True):
-                if client in record.accepted_clients:
+                if client in record.accepted_clients and (training.dp == "example" or not run.is_personal(round)):
                     row = trained.get((round, client), {})
-                    steps[client] += int(row.get("steps", 0))
-                    yield AuditRow("epsilon", client, _fault(run, row, int(examples), steps[client]), round=round)
+                    steps[client] += int(row.get("steps", 0)) if training.dp == "example" else 1
+                    units = int(examples) if training.dp == "example" else len(plan.clients)
+                    yield AuditRow("epsilon", client, _fault(run, row, units, steps[client]), round=round)
 
 
-def _fault(run: Run, row: dict[str, Any], examples: int, steps: int) -> str:
-    """The fault of a client's row; `steps` are those of its rows up to this one."""
+def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:
+    """The fault of a client's row; `units` are its examples, or all clients, `steps` those that it has taken."""
     training = run.settings.training
     if missing := {"epsilon", "noise_multiplier", "paid_steps", "steps"} - row.keys():
         return f"metrics.jsonl does not say {min(missing)}"
-    is_head_first = training.trained_parts == "head_then_rest" and not run.is_personal(row["round"])
-    passes = training.local_epochs + training.head_epochs * is_head_first
-    planned = passes * ceil(examples / training.batch_size)
-    if row["examples"] != examples or row["steps"] != planned:
-        return f"it took {row['steps']:g} steps on {row['examples']} examples, and the plan has {planned} on {examples}"
+    noise, q, whole = float(row["noise_multiplier"]), 1.0, float(row["epsilon"])
+    delta = units**-1.1 if training.delta is None else training.delta
     if row["paid_steps"] < steps:
         return f"it paid for {row['paid_steps']:g} steps of the {steps} that it took"
-    delta = examples**-1.1 if training.delta is None else training.delta
-    q, noise = min(1.0, training.batch_size / examples), float(row["noise_multiplier"])
     if noise <= 0:
         return f"the noise multiplier is {noise:g}"
-    whole = spent(q, noise, training.rounds * planned, delta)
+    if training.dp == "example":
+        is_head_first = training.trained_parts == "head_then_rest" and not run.is_personal(row["round"])
+        passes = training.local_epochs + training.head_epochs * is_head_first
+        planned, q = passes * ceil(units / training.batch_size), min(1.0, training.batch_size / units)
+        if row["examples"] != units or row["steps"] != planned:
+            return f"it took {row['steps']:g} steps on {row['examples']} examples, not {planned} on {units} as planned"
+        whole = spent(q, noise, training.rounds * planned, delta)
     if whole > training.epsilon * (1 + TOLERANCE[0]) + TOLERANCE[1]:
         return f"noise of {noise:.4g} spends epsilon {whole:.4g} in {training.rounds} rounds, not {training.epsilon:g}"
     wanted = spent(q, noise, int(row["paid_steps"]), delta)

@@ -16,7 +16,7 @@ from atlas_fl.storage.extras import import_extra
 
 
 def _accounting() -> Any:
-    return import_extra("dp_accounting", extra="dp", asked="--dp example needs")
+    return import_extra("dp_accounting", extra="dp", asked="--dp needs")
 
 
 def delta_of(examples: int, delta: float | None) -> float:

@@ -103,6 +103,7 @@ NAMED: Mapping[str, Callable[[Any], bool]] = {
     "with A and B": lambda value: {"A", "B"} <= set(value),
     "without A or B": lambda value: not {"A", "B"} <= set(value),
     "other than A B head": lambda value: set(value) != {"A", "B", "head"},
+    "without a clip at its end": lambda words: not [*words[-1:]] or not words[-1].startswith("clip="),
     "without head": lambda value: "head" not in value,
     "with images": lambda kinds: "images" in kinds,
     "of texts alone": lambda kinds: "images" not in kinds,

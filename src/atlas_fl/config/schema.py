@@ -170,13 +170,14 @@ class TrainingConfig:
     update_filter: tuple[str, ...] = ()
     """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
     `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
-    dp: Literal["none", "example"] = "none"
-    """Differential privacy of each training example at its client (DP-SGD): batches by chance, gradients of examples
-    clipped to --clip, and noise that keeps `--epsilon` at `--delta` over all rounds."""
+    dp: Literal["none", "example", "client"] = "none"
+    """Differential privacy that keeps `--epsilon` at `--delta` over all rounds: `example` of each training example at
+    its client (DP-SGD: batches by chance, gradients of examples clipped to --clip, noise), `client` of each client, by
+    noise in the sums of updates, which `--update-filter clip=NORM` bounds."""
     epsilon: Annotated[float, Range(above=0, most=1e4)] = 8.0
     """Budget of each client under --dp, spent when the last round ends."""
     delta: Annotated[float | None, Range(above=0, below=1)] = None
-    """Chance at which --epsilon may not hold; by default n^-1.1 for a client with n examples."""
+    """Chance at which --epsilon may not hold; by default n^-1.1 for a client with n examples, or for n clients."""
     dpo_beta: Annotated[float | None, Range(above=0)] = None
     """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
     this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the
@@ -621,6 +622,11 @@ class Config:
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def needs_sums(self) -> bool:
+        """The server works with sums over clients alone."""
+        return self.mixing.secure or self.training.dp == "client"
 
     def trainable(self, *, images: bool) -> Literal["lora", "full"]:
         """Weights that clients of image tasks, or of text tasks, train."""

@@ -117,10 +117,11 @@ def _check_names(config: schema.Config) -> None:
     from atlas_fl.models.registry import MODELS, locate_model
 
     method = method_class(config)
-    if config.mixing.secure and method.not_a_sum:
+    if config.needs_sums and method.not_a_sum:
+        flag = "--secure" if config.mixing.secure else "--dp client"
         raise ConfigError(
-            f"--strategy {config.mixing.strategy} {method.not_a_sum}, and --secure shows the server sums alone; take"
-            " --strategy fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave --secure out"
+            f"--strategy {config.mixing.strategy} {method.not_a_sum}, and {flag} is for sums alone; take"
+            f" --strategy fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave {flag} out"
         )
     knob_values(config)
     for place, name, known in _registries(config):

@@ -109,6 +109,7 @@ def remote_backend(
                             max_concurrent=AT_ONCE if split_server is None else None,
                             excluded=frozenset(service.without),
                             key_book=key_book(config, ca=certs.ca) if config.mixing.secure else None,
+                            releases=folder.path / "releases.json",
                         )
                         yield assembly, engine
                     if folder.summary.exists():
@@ -160,8 +161,10 @@ def check_served(config: Config, service: ServerOptions) -> None:
             f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
             f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
         )
-    if config.mixing.secure and service.late:
-        raise ConfigError("--secure is of the same clients in every round, and late ones may join; say --no-late")
+    if config.needs_sums and service.late:
+        raise ConfigError(
+            "--secure and --dp client are of the same clients in every round, and late ones may join; say --no-late"
+        )
     if config.mixing.secure and service.tokens is not None:
         raise ConfigError(
             "--secure needs keys that the server has not made, and under Flower it makes all; take `atlas serve`"

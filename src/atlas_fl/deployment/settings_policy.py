@@ -130,11 +130,12 @@ def _check(what: str, value: float, *, least: float = -inf, most: float = inf, w
 def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> None:
     """Raise `ConfigError` unless differential privacy is as this site asks for, at most."""
     training = config.training
-    if training.dp == consent.dp == "none":
+    if training.dp != "example" and consent.dp == "none":
         return
-    if training.dp == "none":
+    if training.dp != "example":
         raise ConfigError(
-            "the server's --dp is none, and this site joins with --dp example; ask for other settings, or leave it out"
+            f"the server's --dp is {training.dp}, and this site joins with --dp example; ask for other settings, or"
+            " leave it out"
         )
     if consent.epsilon is not None:
         _check("the server's --epsilon", training.epsilon, most=consent.epsilon, option="--epsilon")

@@ -218,7 +218,7 @@ def home_of(
     """
     # nothing that it draws follows from what the server knows
     draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
-    if config.training.dp != "none":
+    if config.training.dp == "example":
         draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
     owner = Owner(client=client.name, config=run or config_hash(config))
     return SiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)

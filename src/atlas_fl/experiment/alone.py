@@ -44,6 +44,8 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
     own = {} if method is None else {**method.settings, **method.suggested}
     training, usual = config.training, Config()
     names = {*own, "control_variates"} & vars(training).keys()
+    if training.dp == "client":  # nothing leaves who is alone
+        names |= {"dp", "epsilon", "delta"}
     reset = {name: getattr(usual.training, name) for name in names}
     # without early stopping nobody looks at scores between the rounds
     eval_every = training.eval_every if training.patience else training.rounds

@@ -272,9 +272,8 @@ class Recorder:
         received, step, folder = record.received, record.step, self.folder.audit_round(record.round)
         self._write_audit_models(folder, "trained", received.models)
         self._write_audit_models(folder, "start", record.client_models)
-        others = {"anchor": step.anchors, **state.by_client, **record.sent, "out_of_bound": received.out_of_bound}
-        if step.secure is not None:
-            others["summed"] = step.secure.updates
+        beside = {"out_of_bound": received.out_of_bound, "summed": step.secure.updates}
+        others = {"anchor": step.anchors, **state.by_client, **record.sent, **beside}
         for name, models in others.items():
             if models and name != "momentum":  # nothing that is audited follows from it
                 self._write_audit_models(folder, name, models)

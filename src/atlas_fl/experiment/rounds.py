@@ -19,7 +19,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.secure_mean import SecureMeans, SumGroup, secure_means, sum_here
+from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans, noisy_sum, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -47,6 +47,14 @@ from atlas_fl.methods.method import Method, RoundStart, StepInputs
 from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
+from atlas_fl.planning.client_privacy import (
+    clip_models,
+    clip_of,
+    drawn_normals,
+    noise_multiplier,
+    seeded_normals,
+    spending,
+)
 from atlas_fl.planning.host_assignment import match_round_hosts
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
@@ -175,12 +183,13 @@ def check_updates(
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
     """Refuse malformed updates, and refuse or clip those whose norm is far above that of the others.
 
-    A rule that sends nothing needs no norm bound, and under secure sums nobody sees the norms.
+    A rule that sends nothing needs no norm bound. Under secure sums nobody sees the norms, and under `--dp client` a
+    bound by the norms of others would give these away.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
     usable, refused = check_updates(state.client_models, updates, config.mixing.share)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
-    mode = robust.norm_bound if strategy_of(config).communicates and not config.mixing.secure else "off"
+    mode = robust.norm_bound if strategy_of(config).communicates and not config.needs_sums else "off"
     bounded, reasons = bound_updates(
         state.client_models, models, tasks, strategy_of(config).options, mode=mode, ratio=robust.max_norm_ratio
     )
@@ -330,9 +339,6 @@ def one_round(
         kept |= part.keep(start)
     options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
-    groups: tuple[SumGroup, ...] = ()
-    if config.mixing.secure and start.aggregates:
-        groups = method.sum_groups(planned.plan.federation(), state.server_models, round=start.round)
     jobs = [
         Job(
             client=name,
@@ -369,13 +375,9 @@ def one_round(
     updates = [
         replace(update, metrics=with_extra_steps(update.metrics, extra_steps[update.client])) for update in updates
     ]
-    received, secure = screen_updates(assembly, state, updates), None
-    if groups:
-        settings = sum_settings(config)
-        examples = {client.name: client.examples for client in planned.plan.clients}
-        remote = engine if isinstance(engine, RemoteEngine) else None
-        sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
-        secure = secure_means(groups, settings, state.server_models, received.models, sum_of, round=start.round)
+    received, secure = screen_updates(assembly, state, updates), NO_SUMS
+    if config.needs_sums and start.aggregates:
+        received, secure = _sums(assembly, planned, engine, state, received)
     if start.aggregates:
         step = _aggregate(assembly, state, received, planned, secure)
     else:  # clients go on with their own models
@@ -426,12 +428,35 @@ def one_round(
     return state.after(record), record
 
 
+def _sums(
+    assembly: Assembly,
+    planned: PlanResult,
+    engine: Engine,
+    state: FederationState,
+    received: ReceivedUpdates,
+) -> tuple[ReceivedUpdates, SecureMeans]:
+    """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
+    config, number = assembly.config, state.round + 1
+    groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
+    settings, remote = sum_settings(config), engine if isinstance(engine, RemoteEngine) else None
+    examples = {client.name: client.examples for client in planned.plan.clients}
+    sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
+    if config.training.dp == "client":
+        spent = spending(config, assembly.names, range(1, number + 1) if remote is None else remote.release(number))
+        updates = {name: replace(one, metrics={**one.metrics, **spent[name]}) for name, one in received.updates.items()}
+        received = replace(received, updates=updates)
+        settings = replace(settings, deviation=noise_multiplier(config, assembly.names) * clip_of(config))
+        normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
+        sum_of = partial(noisy_sum, clip_models(state.server_models, received.models, config), normals)
+    return received, secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
+
+
 def _aggregate(
     assembly: Assembly,
     state: FederationState,
     received: ReceivedUpdates,
     planned: PlanResult,
-    secure: SecureMeans | None,
+    secure: SecureMeans,
 ) -> ServerStep:
     """Apply the strategy, to the means by secure sums where there are any.
 
@@ -462,7 +487,7 @@ def _aggregate(
         StepInputs(
             server_state=server_state,
             client_models=server_models,
-            updates=trained if secure is None else secure.updates,
+            updates=secure.updates or trained,
             federation=federation,
             round=state.round + 1,
             answers=answers,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import Diversity
-from atlas_fl.aggregation.secure_mean import SecureMeans
+from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans
 from atlas_fl.aggregation.update_checks import LARGEST
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
@@ -121,8 +121,8 @@ class ServerStep:
     """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
-    secure: SecureMeans | None = None
-    """What the server saw in the place of the updates, under secure sums."""
+    secure: SecureMeans = NO_SUMS
+    """Means in the place of the updates, under `--secure` and `--dp client`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +211,7 @@ class RoundRecord:
             for client, match in pairs.items():
                 row = {"round": self.round, "client": client, "event": "hosted", "work": work}
                 rows.append(row | {"host": match.host or "server", "reason": match.reason})
-        sums = self.step.secure.sums if self.step.secure is not None else ()
-        rows += [{"round": self.round, "event": "summed securely", "reason": line} for line in sums]
+        rows += [{"round": self.round, "event": "summed", "reason": line} for line in self.step.secure.sums]
         return [drop_undefined(row) for row in rows]
 
     def notes(self) -> list[str]:
@@ -228,7 +227,7 @@ class RoundRecord:
                     f"the models of {names} give outputs that are NaN or infinite for {split} examples, which count as"
                     " wrong; lower the learning rate or clip"
                 )
-        lines += self.step.secure.lost if self.step.secure is not None else ()
+        lines += self.step.secure.lost
         return [f"round {self.round}: {line}" for line in lines]
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
@@ -254,7 +253,7 @@ class RoundRecord:
         for name, update in self.received.updates.items():
             for kind, params in update.reported.items():
                 yield self._row(name, "up", LEDGER_KINDS.get(kind, "report"), encoded_size(params))
-        for name, (up, down) in (self.step.secure.sent_bytes if self.step.secure is not None else {}).items():
+        for name, (up, down) in self.step.secure.sent_bytes.items():
             yield self._row(name, "up", "control", up)
             yield self._row(name, "down", "control", down)
 

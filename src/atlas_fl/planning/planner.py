@@ -24,6 +24,7 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.params import ByClient, Params
+from atlas_fl.planning.client_privacy import noise_notes
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import fit_heads_and_mask, full_client_plans, full_notes, sparse_report
@@ -151,9 +152,10 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
         plan_cuts = cuts_of(assembly, plan)
         models = {name: without_private(assembly, params, plan_cuts.get(name)) for name, params in models.items()}
-    if config.mixing.secure:
+    if config.needs_sums:
         groups = strategy.sum_groups(plan.federation(), models, round=1)
-        plan = replace(plan, notes=(*plan.notes, *secure_notes(groups)))
+        notes = secure_notes(groups) if config.mixing.secure else noise_notes(config, assembly.names, groups, models)
+        plan = replace(plan, notes=(*plan.notes, *notes))
     for note in plan.notes:
         on_event(Note(note))
     return PlanResult(

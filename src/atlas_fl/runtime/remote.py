@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
-from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep, sum_job
+from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
-from atlas_fl.runtime.protocol.messages import read_payloads
+from atlas_fl.runtime.protocol.messages import read_payloads, write_payloads
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.secure_sums import KeyBook, Messages, SumResult, run_sum
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class RemoteEngine:
     """Clients that get no jobs: the run goes on without them."""
     key_book: KeyBook | None = None
     """The sites' public keys for secure sums; None where there are none."""
+    releases: Path = Path("releases.json")
+    """File of the rounds whose noisy sums were given out (`--dp client`)."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of the clients that answered, in the order of the jobs.
@@ -69,13 +73,19 @@ class RemoteEngine:
             )
         return [replace(update, travelled=True) for update in updates]
 
+    def release(self, round: int) -> list[int]:
+        """The rounds whose noisy sums were given out, with this one from now on; one that is done again twice."""
+        rounds = read_sealed(self.releases, "rounds")["rounds"] if self.releases.exists() else []
+        write_sealed(self.releases, {"rounds": [*rounds, round]})
+        return [*rounds, round]
+
     def sum_of(self, settings: SumSettings, group: SumGroup, size: int, round: int, /) -> SumResult:
         """The secure sum of these sites' vectors of this size; raises `ProtocolError` where it is lost."""
         assert self.key_book is not None, "the settings have secure sums"
 
         def ask(step: str, told: Mapping[str, Messages]) -> dict[str, Messages]:
-            asked = SumStep(step=step, group=group)
-            jobs = [sum_job(name, asked, heard, round=round) for name, heard in told.items()]
+            job = Job(client="", params={}, round=round, options=SumStep(step=step, group=group))
+            jobs = [replace(job, client=name, sent={SUM: write_payloads(heard)}) for name, heard in told.items()]
             return {update.client: read_payloads(update.reported[SUM]) for update in self.run(SUM, jobs)}
 
         return run_sum(settings.terms(group, round=round), self.key_book, ask, size=size)

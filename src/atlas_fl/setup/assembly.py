@@ -307,7 +307,7 @@ def check_stock(config: Config, family: Family) -> None:
     """Raise `ConfigError` for a setting that needs packs, where the model's architecture has none."""
     for name, reason in NEEDS_PACKS.items():
         setting, value = settings()[name], value_of(config, name)
-        if value != setting.default and value != "lora":
+        if value not in (setting.default, "lora", "client"):
             raise ConfigError(
                 f"{flag_words(setting, value)} {reason}, and {config.model.model!r} ({family.model_type}) runs through"
                 f" the stock path, which does not; leave it out, or choose a model of {', '.join(sorted(FAMILIES))}"

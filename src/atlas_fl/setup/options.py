@@ -91,7 +91,7 @@ def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tupl
         "clients train with AdamW (--optimizer sgd)": of_whole and config.optimizer(images=tasks[0].images) == "adamw",
         f"gradients are clipped at {clip:g} (--clip 0)": of_whole and clip > 0,
         "an update that is far larger than others is bounded (--norm-bound off)": robust.norm_bound != "off"
-        and not config.mixing.secure,
+        and not config.needs_sums,
         f"no client weighs more than {robust.max_share:g} (--max-share 1)": robust.max_share < 1,
     }
     words = [difference for difference, holds in differences.items() if holds]
@@ -173,6 +173,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         # under rules by class features (FedPAC) the head is its last layer, which reads them
         "trained_parts": "last_layer_then_rest" if parts == "head_then_rest" and method.head_is_last_layer else parts,
         "update_filter": config.training.update_filter if method.communicates else (),
+        "dp": "example" if config.training.dp == "example" else "none",  # of clients it is the server's
         "second_model": "frozen" if method.holds_frozen else second_model,
         "second_weight": config.server.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,

@@ -14,8 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import (
+    CA,
+    CERT,
     Certs,
     Listed,
     digest_of,
@@ -23,6 +25,8 @@ from atlas_fl.runtime.transport.certificates import (
     listed_clients,
     make_certs,
     open_certs,
+    private_key_of,
+    public_key_of,
     read_list,
     renew_certs,
     request_cert,
@@ -327,3 +331,21 @@ def test_missing_and_mixed_files_are_told(folder: Path) -> None:
     (folder / "server" / "clients.txt").write_text("a\na\n")
     with pytest.raises(ConfigError, match="has 'a'; one name a line, each once"):
         listed_clients(folder / "server")
+
+
+def test_a_public_key_is_of_a_site_that_the_authority_has_signed_and_of_nobody_else(tmp_path: Path) -> None:
+    now, other, old = tmp_path / "now", tmp_path / "other", tmp_path / "old"
+    for folder in (now, other):
+        make_certs(folder, servers=["localhost"], clients=["site-1", "site-2"])
+    make_certs(old, servers=["localhost"], clients=["site-1"], days=1, now=datetime.now(UTC) - timedelta(days=9))
+    ca, mine = (now / "site-1" / CA).read_bytes(), (now / "site-1" / CERT).read_bytes()
+    assert public_key_of(mine, name="site-1", ca=ca) == private_key_of(open_certs(now / "site-1")).public_key()
+    for pem, authority, message in (
+        ((other / "site-1" / CERT).read_bytes(), ca, "is not of this authority"),
+        ((old / "site-1" / CERT).read_bytes(), (old / "site-1" / CA).read_bytes(), "or expired; ask who"),
+        ((now / "site-2" / CERT).read_bytes(), ca, "is another's"),
+        ((now / "server" / CERT).read_bytes(), ca, "is not of this authority"),
+        (b"none", ca, "is not of this authority"),
+    ):
+        with pytest.raises(ProtocolError, match=f"a certificate of 'site-1' .*{message}"):
+            public_key_of(pem, name="site-1", ca=authority)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from atlas_fl.client.job import Job, Update
@@ -25,11 +25,11 @@ from atlas_fl.runtime.coordinator.client_registry import (
     disagreeing_clients,
     other_labels,
 )
-from atlas_fl.runtime.coordinator.secure_sums import SUM, sum_message, sum_update
+from atlas_fl.runtime.coordinator.secure_sums import SUM
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
-from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.protocol.messages import Identity, read_payloads
 from atlas_fl.runtime.protocol.model_sync import NewSender, Sender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
@@ -150,7 +150,8 @@ class ClientManager:
                 pending = client.pending_job
                 job = pending.job
                 if pending.action == SUM:
-                    return sum_message(job, number=pending.number)
+                    head = {"kind": SUM, "number": pending.number, "round": job.round}
+                    return {**head, **asdict(job.options)}, job.sent[SUM]
                 cut_info = None
                 if job.cut is not None and pending.split_server is not None:
                     # A job that is sent, also again, begins at its start, and so does its server half.
@@ -303,7 +304,8 @@ class ClientManager:
         Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).
         """
         if pending.action == SUM:
-            return sum_update(client.name, tensors)
+            read_payloads(tensors)  # raises for what is none
+            return Update(client=client.name, params={}, examples=0, metrics={}, reported={SUM: tensors})
         # bytes through a cut are counted here, whatever the site reports
         job = pending.client_job or pending.job
         update = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})

@@ -5,16 +5,16 @@ The sites' certificates, which the authority has signed, say whose keys are whos
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
 from atlas_fl.params import Params
 from atlas_fl.runtime.protocol.messages import read, read_payloads, write_payloads
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.secure_sums import LEAST, Identity, Messages, SumClient
+from atlas_fl.secure_sums import LEAST, Identity, SumClient
 
 SUM = "sum"
 """The action of a step, and the kind of its messages."""
@@ -26,22 +26,6 @@ class SumStep:
 
     step: str
     group: SumGroup
-
-
-def sum_job(client: str, step: SumStep, told: Messages, *, round: int) -> Job:
-    """The job of one step."""
-    return Job(client=client, params={}, round=round, options=step, sent={SUM: write_payloads(told)})
-
-
-def sum_message(job: Job, *, number: int) -> tuple[Head, Params]:
-    """The message that asks for it."""
-    return {"kind": SUM, "number": number, "round": job.round, **asdict(job.options)}, job.sent[SUM]
-
-
-def sum_update(client: str, tensors: Params) -> Update:
-    """The answer that a site's message holds; raises ProtocolError for one that is none."""
-    read_payloads(tensors)
-    return Update(client=client, params={}, examples=0, metrics={}, reported={SUM: tensors})
 
 
 @dataclass(kw_only=True, eq=False)

@@ -24,6 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from atlas_fl.errors import ConfigError, ProtocolError, short_repr
 from atlas_fl.storage.folder_access import read_named_file, write_atomic
@@ -223,20 +224,17 @@ def public_key_of(pem: bytes, *, name: str, ca: bytes) -> ec.EllipticCurvePublic
 
     Revoked certificates are the server's to know.
     """
+    store = Store([x509.load_pem_x509_certificate(ca)])
     try:
-        cert = x509.load_pem_x509_certificate(pem)
-        cert.verify_directly_issued_by(x509.load_pem_x509_certificate(ca))
-        is_client = (
-            ExtendedKeyUsageOID.CLIENT_AUTH in cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-        )
-    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        leaf = x509.load_pem_x509_certificate(pem)
+        PolicyBuilder().store(store).build_client_verifier().verify(leaf, [])
+    except (ValueError, VerificationError):
         raise ProtocolError(
-            f"a certificate of {short_repr(name)} is not of this authority; ask who runs the server"
+            f"a certificate of {short_repr(name)} is not of this authority, or expired; ask who runs the server"
         ) from None
-    key = cert.public_key()
-    holds = cert.not_valid_before_utc <= datetime.now(UTC) <= cert.not_valid_after_utc
-    if not (holds and is_client and _only_name(cert.subject) == name and isinstance(key, ec.EllipticCurvePublicKey)):
-        raise ProtocolError(f"a certificate of {short_repr(name)} is another's or expired; ask who runs the server")
+    key = leaf.public_key()
+    if _only_name(leaf.subject) != name or not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ProtocolError(f"a certificate of {short_repr(name)} is another's; ask who runs the server")
     return key
 
 

@@ -1,0 +1,104 @@
+"""Differential privacy of whole clients (`--dp client`): noise in the sums of their clipped updates.
+
+    sum = sum_k u_k + z S xi,   ||u_k|| <= S,   xi ~ N(0, I)        mean = sum / m of m clients, each of weight one
+
+McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language models" (ICLR). S is the
+norm of `--update-filter clip=S`, over all that a client sends; each of its numbers is in one sum. u_k is the change
+from the model that the server gave out last, so that what a client's own model has become in earlier rounds counts too.
+What is hidden is whether a client's updates are in the sums or zeros in their place. Which clients a round draws
+follows from `--seed`, which all know: so a client that is in k sums spends what k Gaussian mechanisms spend, and no
+chance of being drawn makes it less.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import sqrt
+
+import numpy as np
+import torch
+
+from atlas_fl.aggregation.secure_mean import SumGroup
+from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
+from atlas_fl.config import Config
+from atlas_fl.config.methods import last_aggregation
+from atlas_fl.errors import ConfigError
+from atlas_fl.methods.update_filters import apply_filter
+from atlas_fl.params import ByClient, Params, shared_params
+from atlas_fl.rng import generator, secret_normals
+from atlas_fl.setup.options import sample_clients
+
+
+def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Counter[str]:
+    """By client how many sums of these rounds it is in."""
+    last, share, seed = last_aggregation(config), config.training.participation, config.run.seed
+    drawn = (sample_clients(names, participation=share, seed=seed, round=round) for round in rounds if round <= last)
+    return Counter(name for clients in drawn for name in clients)
+
+
+def noise_multiplier(config: Config, names: Sequence[str]) -> float:
+    """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
+    most = max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
+    return noise_of(1.0, most, config.training.epsilon, delta_of(len(names), config.training.delta))
+
+
+def clip_of(config: Config) -> float:
+    """S, the largest norm of what a client sends."""
+    return float(config.training.update_filter[-1].removeprefix("clip="))
+
+
+def clip_models(before: ByClient, models: ByClient, config: Config) -> dict[str, Params]:
+    """The models with changes of S at most from what the server gave out last, whatever clients began with and sent."""
+    clipped = dict[str, Params]()
+    for client, params in models.items():
+        shared = shared_params(params, config.mixing.share)
+        change: Params = {key: tensor.float() - before[client][key] for key, tensor in shared.items()}
+        change = apply_filter(config.training.update_filter[-1], change, torch.Generator())
+        clipped[client] = {**params, **{key: before[client][key] + one for key, one in change.items()}}
+    return clipped
+
+
+def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
+    """By client metrics of what it has spent in the sums of these rounds, in which one that was done again is twice.
+
+    Raises ConfigError where that is more than the budget.
+    """
+    noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
+    sums = num_sums(config, names, rounds)
+    spent = {name: epsilon_of(1.0, noise, count, delta) for name, count in sums.items()}
+    if (most := max(spent.values())) > config.training.epsilon:
+        raise ConfigError(
+            f"a client would spend epsilon {most:.4g} with this round; allowed: {config.training.epsilon:g}: a killed"
+            " server did rounds again; take the models of the last round, or begin another run"
+        )
+    return {
+        name: {"epsilon": epsilon, "noise_multiplier": noise, "paid_steps": float(sums[name])}
+        for name, epsilon in spent.items()
+    }
+
+
+def seeded_normals(seed: int, group: SumGroup, round: int, size: int) -> np.ndarray:
+    """Standard normal numbers of a simulation, (size,) float64."""
+    return generator(seed, "client noise", round, group.what, *group.clients).standard_normal(size)
+
+
+def drawn_normals(_: SumGroup, __: int, size: int) -> np.ndarray:
+    """The same of a server, from the operating system's generator."""
+    return secret_normals(os.urandom(32), size)
+
+
+def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup], models: ByClient) -> tuple[str, ...]:
+    """One line with the budget, and with the noise in the means over the largest update, z sqrt(sum_g d_g / m_g^2)."""
+    noise, training, squares = noise_multiplier(config, names), config.training, 0.0
+    for group in groups:
+        size = sum(models[group.clients[0]][key].numel() for key in group.keys)
+        squares += size / max(1.0, training.participation * len(group.clients)) ** 2
+    ratio = noise * sqrt(squares)
+    hopeless = ", so next to nothing is learned: bring more clients, or send fewer numbers (--strategy ffa, --ranks)"
+    return (
+        f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
+        f" {training.rounds} rounds, by noise of {noise:.2f} times the clip {clip_of(config):g} in every sum: in the"
+        f" means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples and"
+        " labels, scores, and what the server sees are not covered, and a simulation is not private, because it draws"
+        " its noise from --seed",
+    )

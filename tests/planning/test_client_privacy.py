@@ -1,0 +1,162 @@
+"""Differential privacy of clients: who pays for which sums, the noise of the budget, and what a client can move."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2, norm
+
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, noisy_sum, secure_means
+from atlas_fl.config import Config
+from atlas_fl.config.settings import replace_settings
+from atlas_fl.errors import ConfigError
+from atlas_fl.methods.update_filters import apply_filter
+from atlas_fl.planning.client_privacy import (
+    clip_models,
+    drawn_normals,
+    noise_multiplier,
+    noise_notes,
+    num_sums,
+    seeded_normals,
+    spending,
+)
+from atlas_fl.setup.options import sample_clients
+
+pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+
+NAMES = tuple(f"c{k}" for k in range(10))
+GIVEN = {"dp": "client", "update_filter": ("clip=0.5",), "rounds": 12, "epsilon": 4.0, "delta": 1e-2}
+
+
+def config_of(**values: object) -> Config:
+    return replace_settings({**GIVEN, **values}, base=Config())
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon of Gaussian differential privacy mu, by bisection of its closed form (Balle and Wang 2018)."""
+    low, high = 0.0, 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        spent = norm.cdf(-middle / mu + mu / 2) - math.exp(middle) * norm.cdf(-middle / mu - mu / 2)
+        low, high = (middle, high) if spent > delta else (low, middle)
+    return high
+
+
+def test_everybody_pays_for_every_round_and_the_last_ends_the_budget() -> None:
+    config = config_of()
+    noise = noise_multiplier(config, NAMES)
+    spent = [spending(config, NAMES, range(1, number + 1))["c3"] for number in (1, 6, 12)]
+    assert [one["paid_steps"] for one in spent] == [1.0, 6.0, 12.0]
+    assert {one["noise_multiplier"] for one in spent} == {noise}
+    # k Gaussian mechanisms are one with mu = sqrt(k) / z
+    wanted = [gaussian_epsilon(math.sqrt(k) / noise, 1e-2) for k in (1, 6, 12)]
+    assert [one["epsilon"] for one in spent] == pytest.approx(wanted, abs=1e-3)
+    assert 3.98 < spent[-1]["epsilon"] <= 4.0
+
+
+def test_who_is_drawn_pays_for_its_own_sums_and_the_noise_is_for_who_is_in_most() -> None:
+    config = config_of(participation=0.3)
+    drawn = [sample_clients(NAMES, participation=0.3, seed=config.run.seed, round=number) for number in range(1, 13)]
+    counts = num_sums(config, NAMES, range(1, 13))
+    assert counts == {name: sum(name in clients for clients in drawn) for name in {*sum(drawn, ())}}
+    assert sum(counts.values()) == 36 and len({*counts.values()}) > 1
+    spent = spending(config, NAMES, range(1, 13))
+    most = max(counts, key=lambda name: counts[name])
+    assert 3.98 < max(one["epsilon"] for one in spent.values()) == spent[most]["epsilon"] <= 4.0
+    assert noise_multiplier(config, NAMES) < noise_multiplier(config_of(), NAMES)
+
+
+def test_a_round_that_was_done_again_is_paid_twice_and_ends_the_budget_early() -> None:
+    assert spending(config_of(), NAMES, [1, 2, 2])["c0"]["paid_steps"] == 3
+    with pytest.raises(ConfigError, match=r"would spend epsilon 4\.\d+ with this round; allowed: 4: a killed server"):
+        spending(config_of(), NAMES, [*range(1, 13), 12])
+
+
+def test_a_delta_beyond_one_over_the_clients_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--delta is 0\.2.* allowed: below one over that"):
+        noise_multiplier(config_of(delta=0.2), NAMES)
+
+
+def test_the_plan_predicts_noise_over_signal_by_hand() -> None:
+    # z sqrt(d) / m of one group: 384 numbers of ten clients
+    group = SumGroup(clients=NAMES, keys=("x",), what="the adapters")
+    (line,) = noise_notes(config_of(), NAMES, (group,), {"c0": {"x": torch.zeros(384)}})
+    ratio = noise_multiplier(config_of(), NAMES) * math.sqrt(384) / 10
+    assert f"in the means it is {ratio:.2g} times the largest update, so next to nothing is learned" in line
+    (line,) = noise_notes(config_of(), NAMES, (group,), {"c0": {"x": torch.zeros(4)}})
+    assert "largest update;" in line
+
+
+SETTINGS = SumSettings(run="a test", bound=4.0, max_share=1.0, deviation=0.7)
+GROUPS = (
+    SumGroup(clients=NAMES, keys=("x",), what="the adapters"),
+    SumGroup(clients=NAMES[:4], keys=("head",), what="the head of movie"),
+    SumGroup(clients=NAMES[4:], keys=("head",), what="the head of trec"),
+)
+
+
+def models_of(seed: int, size: int = 20_000) -> dict[str, dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: {"x": torch.randn(size, generator=draw), "head": torch.randn(size, generator=draw)} for name in NAMES}
+
+
+def means_of(models: dict[str, dict[str, torch.Tensor]], *, round: int = 1, seed: int = 0) -> dict[str, dict]:
+    sum_of = partial(noisy_sum, models, partial(seeded_normals, seed))
+    before = {name: dict.fromkeys(("x", "head"), torch.zeros_like(models["c0"]["x"])) for name in NAMES}
+    return secure_means(GROUPS, SETTINGS, before, models, sum_of, round=round).updates
+
+
+def test_noise_of_the_stated_variance_is_in_every_mean_of_equal_weights() -> None:
+    models = models_of(1)
+    means = means_of(models)
+    noise = {
+        "x": means["c0"]["x"] - torch.stack([models[name]["x"] for name in NAMES]).mean(0),
+        "movie": means["c0"]["head"] - torch.stack([models[name]["head"] for name in NAMES[:4]]).mean(0),
+        "trec": means["c9"]["head"] - torch.stack([models[name]["head"] for name in NAMES[4:]]).mean(0),
+    }
+    for what, clients in (("x", 10), ("movie", 4), ("trec", 6)):
+        squares = float(((noise[what] * clients / 0.7) ** 2).sum())
+        assert chi2.ppf(1e-6, 20_000) < squares < chi2.ppf(1 - 1e-6, 20_000), what
+    assert abs(np.corrcoef(torch.stack([*noise.values()]).numpy())[np.triu_indices(3, 1)]).max() < 0.04
+    assert torch.equal(means["c0"]["x"], means["c9"]["x"])
+    assert torch.equal(means_of(models)["c0"]["x"], means["c0"]["x"])
+    assert not torch.equal(means_of(models, round=2)["c0"]["x"], means["c0"]["x"])
+    drawn = [drawn_normals(GROUPS[0], 1, 1000) for _ in range(2)]
+    assert abs(np.corrcoef(drawn)[0, 1]) < 0.2 and 0.8 < np.std(drawn) < 1.2
+
+
+def test_a_client_moves_all_sums_together_by_its_clip_at_most() -> None:
+    models = models_of(2, size=50)
+    update = apply_filter("clip=0.5", models["c3"], torch.Generator())
+    with_it = means_of({**models, "c3": dict(update)})
+    without = means_of({**models, "c3": dict.fromkeys(update, torch.zeros(50))})
+    moved = [10 * (with_it["c0"]["x"] - without["c0"]["x"]), 4 * (with_it["c0"]["head"] - without["c0"]["head"])]
+    assert float(torch.cat(moved).norm()) == pytest.approx(0.5, abs=1e-4)
+    assert torch.equal(with_it["c9"]["head"], without["c9"]["head"])
+
+
+def test_a_client_whose_own_model_has_gone_far_moves_a_sum_by_its_clip_all_the_same() -> None:
+    """Of methods that begin with a client's own model (MR-MTL), what it was trained to in all rounds counts."""
+    before = {name: {"q.lora_A": torch.zeros(3, 4), "head.weight": torch.zeros(2)} for name in NAMES}
+    far = {name: {"q.lora_A": torch.full((3, 4), 5.0), "head.weight": torch.full((2,), -1.0)} for name in NAMES}
+    near = {**far, "c1": {"q.lora_A": torch.full((3, 4), 0.01), "head.weight": torch.zeros(2)}}
+    found = clip_models(before, near, config_of())
+    for name in NAMES:
+        assert float(torch.cat([tensor.flatten() for tensor in found[name].values()]).norm()) <= 0.5 + 1e-6
+    assert torch.equal(found["c1"]["q.lora_A"], near["c1"]["q.lora_A"])
+    # what stays at the client is no part of the norm
+    kept = clip_models(before, far, config_of(share=("head",)))
+    assert torch.equal(kept["c0"]["q.lora_A"], far["c0"]["q.lora_A"])
+    assert float(kept["c0"]["head.weight"].norm()) == pytest.approx(0.5)
+
+
+def test_what_is_told_apart_of_a_clients_absence_is_below_epsilon() -> None:
+    """A distinguisher by thresholds on the noisy sum of one round finds no more than epsilon, and nearly that."""
+    noise = noise_multiplier(config_of(rounds=1), NAMES)
+    draws = 0.5 * noise * np.random.default_rng(0).standard_normal((2, 200_000))
+    there, absent = draws[0] + 0.5, draws[1]
+    bounds = np.quantile(there, np.linspace(0.01, 0.99, 50))
+    found = [((there > bound).mean() - 1e-2) / max(float((absent > bound).mean()), 1e-5) for bound in bounds]
+    assert 3.0 < math.log(max(found)) <= 4.0 + 0.1

@@ -1,0 +1,95 @@
+"""Runs with client-level differential privacy: spent, recorded, audited, gone on with; the rest is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.cli.main import main
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.storage.jsonl import read_json
+from tests.runs.finished import Make
+from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.resealing import with_new_digests
+
+pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+
+GIVEN = {
+    **{"strategy": "fedit", "ranks": "4", "alone": "none", "clients_per_task": 3, "rounds": 3},
+    **{"dp": "client", "epsilon": 5.0, "update_filter": ("clip=0.5",)},
+}
+
+
+@pytest.mark.core
+def test_a_run_spends_its_budget_goes_on_to_the_bit_and_is_audited(config: Make) -> None:
+    whole = run_config(config(name="whole", **GIVEN))
+    passing_audit(whole.folder, "epsilon")
+    check_altered_rows(whole.folder)
+    trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
+    spent = {row["round"]: row["epsilon"] for row in trained}
+    assert spent[1] < spent[2] < spent[3] and 4.9 < spent[3] <= 5.0
+    sums = [row["reason"] for row in rows(whole.folder) if row.get("event") == "summed"]
+    assert sums and all(" clients, with noise of " in reason for reason in sums)
+    notes = read_json(whole.folder / "plan.json")["notes"]
+    assert any("each client has epsilon 5 at delta" in note and "times the largest update" in note for note in notes)
+    parts = resume_run(run_config(config(name="parts", max_rounds=1, **GIVEN)).folder)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    other = run_config(config(name="other", **{**GIVEN, "epsilon": 4.0}))
+    assert not same_tensors(state(whole.folder), state(other.folder))
+
+
+def check_altered_rows(folder: Path) -> None:
+    """Assert that the audit finds rows that say less noise, epsilon or sums than there were, each for what it is."""
+    whole = (folder / "metrics.jsonl").read_text()
+    for name, factor, message in (
+        ("epsilon", 0.9, "it says epsilon"),
+        ("epsilon", 2.0, "spends epsilon"),
+        ("noise_multiplier", 1.1, "it says epsilon"),
+        ("paid_steps", 0.5, "it paid for"),
+    ):
+        changed = [json.loads(line) for line in whole.splitlines()]
+        row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
+        row[name] *= factor
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        (failure,) = audit_run(with_new_digests(folder)).failures
+        assert (failure.check, failure.client, failure.round) == ("epsilon", row["client"], 2)
+        assert message in failure.detail
+    (folder / "metrics.jsonl").write_text(whole)
+    with_new_digests(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [{"strategy": "mr_mtl"}, {"strategy": "fedadam"}, {"strategy": "ffa", "participation": 0.5}]
+)
+def test_methods_of_their_own_models_of_server_steps_and_of_samples_are_audited(
+    config: Make, given: dict[str, object]
+) -> None:
+    result = run_config(config(**{**GIVEN, "space": "factors", "alone": "all", **given}))
+    passing_audit(result.folder, "epsilon")
+    spent = [row["epsilon"] for row in rows(result.folder) if row.get("split") == "train"]
+    assert 4.9 < max(spent) <= 5.0
+
+
+def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = ["--dp", "client", "--update-filter", "clip=0.5", "--ranks", "8", "--strategy", "fedit"]
+    for words, message in (
+        (["--strategy", "kriging"], "and --dp client is for sums alone; take --strategy fedit"),
+        (["--strategy", "median"], "and --dp client is for sums alone; take --strategy fedit"),
+        (["--strategy", "fedavg_cluster", "--space", "factors"], "clusters by fingerprints; take a strategy without"),
+        (["--update-filter", "clip=0.5", "quantise=8"], "end --update-filter with a clip"),
+        (
+            ["--ranks", "budget", "--strategy", "fedavg", "--space", "factors"],
+            "may give clients several by what their examples say; set --ranks to one of",
+        ),
+        (["--strategy", "fedavg"], "set --space factors, or take --strategy fedit"),
+        (["--keep", "best"], "leave --keep out"),
+        (["--patience", "2"], "leave --patience out"),
+        (["--secure"], "leave one of them out"),
+        (["--delta", "0.5"], "allowed: below one over that"),
+        (["--clients-per-task", "2"], "over at least 3 clients, and the head of"),
+    ):
+        assert main(["run", *usual, *words, "--runs-dir", str(tmp_path / "runs")]) == 2, words
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("atlas: ")]
+        assert message in line
