@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from atlas_fl.errors import ConfigError, short_repr
-from atlas_fl.secure_sums import LEAST, MOST
 
 Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
 """Words of `--allow`."""
@@ -111,6 +110,8 @@ def choices_of(kind: type[Any], options: Any) -> dict[str, Any]:
 
 def check_consent(consent: SiteChoices) -> None:
     """Raise `ConfigError` unless this can be agreed to."""
+    from atlas_fl.secure_sums import LEAST, MOST  # numpy and cryptography, which no help page waits for
+
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
         raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
     if consent.secure and not LEAST <= consent.secure <= MOST:
