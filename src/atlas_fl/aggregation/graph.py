@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool
+from scipy.sparse import csr_array
 
 from atlas_fl.aggregation.matrices import Chosen, Groups, Square, Vector
 from atlas_fl.errors import ConfigError
@@ -37,8 +38,8 @@ class GraphOptions:
 class Graph:
     """Edge weights and what a user should know about them."""
 
-    adjacency: Square
-    """Symmetric, not negative, zero on the diagonal."""
+    adjacency: Square | csr_array
+    """Symmetric, not negative, zero on the diagonal; sparse where there are very many clients."""
     warnings: tuple[str, ...]
     """One line for each client that was joined across tasks or left without neighbours."""
 
@@ -61,11 +62,15 @@ def affinity(distances: Square, *, alpha: float | None = None, used: Chosen | No
     pairs = distances[used][:, used][np.triu_indices(int(used.sum()), 1)]
     if not np.isfinite(pairs).all():
         raise ConfigError("a distance between two clients is not finite; the fingerprints hold NaN or infinity")
-    if alpha is None:
-        positive = pairs[pairs > 0]
-        alpha = 1.0 / float(np.median(positive)) if len(positive) else 1.0
+    alpha = sharpness(pairs) if alpha is None else alpha
     both = used[:, None] & used[None, :] & ~np.eye(n, dtype=bool)
     return np.where(both, np.exp(-alpha * np.where(both, distances, 0.0)), 0.0)
+
+
+def sharpness(pairs: np.ndarray) -> float:
+    """One over the median of the squared distances of these pairs that are not zero."""
+    positive = pairs[pairs > 0]
+    return 1.0 / float(np.median(positive)) if len(positive) else 1.0
 
 
 def edge_weights(graph: str, close: Square, performance: Vector | None) -> Square:
