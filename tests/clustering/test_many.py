@@ -113,7 +113,7 @@ def test_a_sample_finds_the_clusters_of_all_pairs() -> None:
     for one, other in zip(*told, strict=True):
         assert one["clients"] == other["clients"]
         assert one["cohesion"] == pytest.approx(other["cohesion"], abs=1e-12)
-    assert sampled.warnings[0] == "212 clients: 60 drawn at random were clustered, the others assigned"
+    assert sampled.warnings[0].startswith("212 clients: 60 drawn at random were clustered, the others assigned; ")
     assert not isinstance(exact.similarity, csr_array) and not exact.warnings
 
 
@@ -169,7 +169,7 @@ def test_clusters_below_the_smallest_size_join_the_most_similar_one_of_very_many
     joined = by_sample(*halves, most=30, threshold=0.9, min_cluster_size=5)
     assert own.labels[-1] not in own.labels[:90]
     assert joined.labels[-2:] == (joined.labels[60],) * 2
-    assert "2 clients of clusters below min_cluster_size 5 joined others" in joined.warnings
+    assert "2 clients of clusters below min_cluster_size joined the most similar others" in joined.warnings
 
 
 @pytest.mark.parametrize("clusters", ["auto", "3"])
@@ -235,7 +235,7 @@ def test_the_graph_in_blocks_is_that_of_all_pairs_where_clusters_are_not_cut(nei
     exact, blocks = (graph_of(one, np.stack([first, second]), neighbours=neighbours) for one in found)
     assert isinstance(blocks, csr_array)
     difference = np.abs(blocks.toarray() - exact)
-    assert difference[:150, :150].max() < 0.02, "alpha is from pairs of a sample"
+    assert difference[:150, :150].max() < 0.05, "alpha is one over 2, and by all pairs one over their median"
     assert ((blocks.toarray() > 0) == (exact > 0))[:150, :150].mean() > 0.99
 
 

@@ -62,15 +62,11 @@ def affinity(distances: Square, *, alpha: float | None = None, used: Chosen | No
     pairs = distances[used][:, used][np.triu_indices(int(used.sum()), 1)]
     if not np.isfinite(pairs).all():
         raise ConfigError("a distance between two clients is not finite; the fingerprints hold NaN or infinity")
-    alpha = sharpness(pairs) if alpha is None else alpha
+    if alpha is None:
+        positive = pairs[pairs > 0]
+        alpha = 1.0 / float(np.median(positive)) if len(positive) else 1.0
     both = used[:, None] & used[None, :] & ~np.eye(n, dtype=bool)
     return np.where(both, np.exp(-alpha * np.where(both, distances, 0.0)), 0.0)
-
-
-def sharpness(pairs: np.ndarray) -> float:
-    """One over the median of the squared distances of these pairs that are not zero."""
-    positive = pairs[pairs > 0]
-    return 1.0 / float(np.median(positive)) if len(positive) else 1.0
 
 
 def edge_weights(graph: str, close: Square, performance: Vector | None) -> Square:
@@ -107,12 +103,7 @@ def nearest(distances: Square, allowed: Bool[np.ndarray, "n n"], count: int) -> 
 
 
 def join_singletons(
-    distances: Square,
-    clusters: Groups,
-    *,
-    count: int,
-    tasks: Sequence[str],
-    clients: Sequence[str],
+    distances: Square, clusters: Groups, *, count: int, tasks: Sequence[str], clients: Sequence[str]
 ) -> tuple[Bool[np.ndarray, "n n"], tuple[str, ...]]:
     """The edges that join each client alone in its cluster to its `count` nearest, and a line for each join that had
     to leave the client's task. Undecided clients are neither joined nor joined to.

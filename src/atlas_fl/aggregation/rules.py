@@ -233,11 +233,7 @@ def mix(models: ByClient, matrices: Matrices, clients: Sequence[str], options: S
     """
     params = tuple(models[client] for client in clients)
     mixture = Mixture(
-        params=params,
-        clients=tuple(clients),
-        matrices=matrices,
-        align=options.align,
-        scale=options.scale,
+        params=params, clients=tuple(clients), matrices=matrices, align=options.align, scale=options.scale
     )
     shared = dict.fromkeys(key for one in params for key in shared_params(one, options.share))
     in_factors = options.space == "factors"

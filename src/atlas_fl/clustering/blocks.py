@@ -77,8 +77,9 @@ def grow(matrix: Matrix, numbers: np.ndarray) -> Matrix:
 def pairs_inside(matrix: Matrix, places: np.ndarray) -> np.ndarray:
     """The numbers of all pairs of these places; of a sparse matrix those of the pairs that it holds."""
     inside = take(matrix, places)
-    dense = isinstance(inside, np.ndarray)
-    return np.asarray(inside[np.triu_indices(len(places), 1)] if dense else triu(inside, 1).data)
+    if isinstance(inside, np.ndarray):
+        return np.asarray(inside[np.triu_indices(len(places), 1)])
+    return np.asarray(triu(inside, 1).data)
 
 
 def to_plain(matrix: Matrix) -> Any:

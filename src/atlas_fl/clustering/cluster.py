@@ -185,13 +185,13 @@ def _decide(evidence: _Evidence, settings: ClusteringSettings, previous_labels: 
             verdict = replace(verdict, found=verdict.found or bool(unlike.any()))
         else:  # noise, of the one cluster
             labels[unlike] = nearest[unlike]
-    notes = (f"{len(labels)} clients: {MOST_EXACT} drawn at random were clustered, the others assigned", *notes)
+    note = f"{len(labels)} clients: {MOST_EXACT} drawn at random were clustered, the others assigned; similarities are"
+    notes = (f"{note} those inside blocks of at most {MOST_IN_BLOCK}", *notes)
     sizes = np.bincount(labels[labels >= 0], minlength=1)
     small = (labels >= 0) & (sizes[labels] < min(settings.min_cluster_size, sizes.max()))
     if small.any():
         labels[small] = _most_similar(evidence.of(small), evidence, np.where(small, UNDECIDED, labels), settings)[0]
-        line = f"{small.sum()} clients of clusters below min_cluster_size {settings.min_cluster_size} joined others"
-        notes = (*notes, line)
+        notes += (f"{small.sum()} clients of clusters below min_cluster_size joined the most similar others",)
     return labels, verdict, notes, table
 
 
@@ -283,7 +283,6 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
     else:
         blocks = blocks_of(labels)
         similarity = from_blocks(blocks, [evidence.of(block).similarity for block in blocks], len(labels))
-        warnings = (f"similarities are those inside blocks of at most {MOST_IN_BLOCK} clients", *warnings)
     return Clustering(
         labels=tuple(labels.tolist()),
         method="oracle" if settings.clusters == "oracle" else settings.cluster_by,

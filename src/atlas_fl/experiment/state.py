@@ -7,12 +7,10 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import Diversity
-from atlas_fl.aggregation.matrices import Rows
 from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans
 from atlas_fl.aggregation.update_checks import LARGEST
 from atlas_fl.client.importance import IMPORTANCE
@@ -120,7 +118,7 @@ class ServerStep:
     """Clients that keep their initial model because the mixed one was unusable."""
     sharing: tuple[MeasuredSharing, ...] = ()
     """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
-    rows: Mapping[str, np.ndarray | Rows] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
     """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
     secure: SecureMeans = NO_SUMS
     """Means in the place of the updates, under `--secure` and `--dp client`."""

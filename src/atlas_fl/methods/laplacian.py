@@ -47,10 +47,8 @@ class AtlasLaplacian(Method):
 
 def rows_of_graph(step: MixingContext, rows: Callable[[Square, Chosen], Square]) -> Square | Rows:
     """The rows that follow from the graph without the edges between groups; of a sparse graph block by block."""
-    matrix = by_blocks(
-        step.federation.adjacency,
-        lambda graph, places: rows(drop_edges(graph, step.groups[places]), step.present[places]),
-    )
+    graph = step.federation.adjacency
+    matrix = by_blocks(graph, lambda part, at: rows(drop_edges(part, step.groups[at]), step.present[at]))
     return matrix if isinstance(matrix, np.ndarray) else Rows(distinct=matrix, of=np.arange(len(step.groups)))
 
 

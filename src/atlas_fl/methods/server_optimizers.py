@@ -29,16 +29,7 @@ from atlas_fl.aggregation.matrices import Federation, Rows, average, cluster_lab
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, Method, StepInputs
-from atlas_fl.params import (
-    HEAD,
-    LORA_A,
-    LORA_B,
-    ByClient,
-    Params,
-    lora_modules,
-    params_by_client,
-    shared_params,
-)
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, lora_modules, params_by_client, shared_params
 from atlas_fl.ranges import Range
 
 SECOND_MOMENTS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, sharpness, similarity_distances
+from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
 from atlas_fl.clustering.blocks import MOST_EXACT, by_blocks, dense
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
-from atlas_fl.clustering.k_search import MOST_TESTED
-from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings
+from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import (
     Clustering,
     agreement,
@@ -27,12 +26,10 @@ from atlas_fl.clustering.result import (
     purity_warnings,
     summarise_clusters,
 )
-from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, normalise_sketches
 from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.plan import PlanResult
-from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
 from atlas_fl.setup.options import fingerprint_options, is_reclustered, settings_for, warmup_rank
@@ -231,7 +228,7 @@ def make_client_graph(
         performance = validation_scores(assembly, engine, discovery.warmed_models, cuts)
     similarity, labels = discovery.clustering.similarity, np.array(discovery.labels, dtype=np.int64)
     if options["alpha"] is None and not isinstance(similarity, np.ndarray):
-        options["alpha"] = sampled_sharpness(discovery.clustering, np.asarray(discovery.sketches))
+        options["alpha"] = 0.5  # one over the squared distance of clients that have nothing in common
     warnings: list[str] = []
 
     def edges(similarity: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -248,16 +245,6 @@ def make_client_graph(
         return graph.adjacency
 
     return Graph(adjacency=by_blocks(similarity, edges), warnings=tuple(warnings))
-
-
-def sampled_sharpness(clustering: Clustering, sketches: np.ndarray) -> float:
-    """`sharpness` of a random sample of the decided clients of a clustering with sparse similarities."""
-    decided = np.flatnonzero(np.array(clustering.labels) != UNDECIDED)
-    draw = generator(clustering.settings.seed, "graph", "clients")
-    sample = draw.choice(decided, min(MOST_TESTED, len(decided)), replace=False)
-    first, second = (normalise_sketches(half[sample], offset=mean) for half, mean in zip(sketches, clustering.offsets))
-    rho = corrected_similarity(cross_similarity(first, second), floor=max(clustering.settings.min_reliability, 0.0))
-    return sharpness(similarity_distances(rho)[np.triu_indices(len(sample), 1)])
 
 
 def validation_scores(assembly: Assembly, engine: Engine, models: ByClient, cuts: Mapping[str, Cut]) -> np.ndarray:
