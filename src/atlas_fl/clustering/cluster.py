@@ -170,8 +170,8 @@ def _decide(evidence: _Evidence, settings: ClusteringSettings, previous_labels: 
     labels, decided, names = np.full(len(evidence.decided), UNDECIDED), evidence.decided, decided_labels(known.tolist())
     labels[sample] = known
     is_open = k_search.METHODS[settings.cluster_by].uses_corrected_similarity and settings.fixed_k is None
-    is_alike = evidence.alike.any()
-    if is_open and len(names) > 1 and not (verdict.found or is_alike):
+    has_groups = verdict.found or evidence.alike.any()
+    if is_open and len(names) > 1 and not has_groups:
         labels = np.where(decided, np.arange(len(labels)), UNDECIDED)  # each is alone
     elif names:
         nearest, similarity = _most_similar(evidence, evidence.of(sample), known, settings)
@@ -180,7 +180,7 @@ def _decide(evidence: _Evidence, settings: ClusteringSettings, previous_labels: 
         labels[sample] = known
         unlike = decided & (labels == UNDECIDED)
         others = _decide(evidence.of(unlike), few, None)[0] if unlike.any() else known[:0]
-        if verdict.found or is_alike or len(np.unique(others)) < len(others):
+        if has_groups or len(np.unique(others)) < len(others):
             labels[unlike] = np.where(others == UNDECIDED, UNDECIDED, labels.max() + 1 + others)
             verdict = replace(verdict, found=verdict.found or bool(unlike.any()))
         else:  # noise, of the one cluster
