@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool
+from scipy.sparse import csr_array
 
 from atlas_fl.aggregation.matrices import Chosen, Groups, Square, Vector
 from atlas_fl.errors import ConfigError
@@ -37,8 +38,8 @@ class GraphOptions:
 class Graph:
     """Edge weights and what a user should know about them."""
 
-    adjacency: Square
-    """Symmetric, not negative, zero on the diagonal."""
+    adjacency: Square | csr_array
+    """Symmetric, not negative, zero on the diagonal; sparse where there are very many clients."""
     warnings: tuple[str, ...]
     """One line for each client that was joined across tasks or left without neighbours."""
 
@@ -102,12 +103,7 @@ def nearest(distances: Square, allowed: Bool[np.ndarray, "n n"], count: int) -> 
 
 
 def join_singletons(
-    distances: Square,
-    clusters: Groups,
-    *,
-    count: int,
-    tasks: Sequence[str],
-    clients: Sequence[str],
+    distances: Square, clusters: Groups, *, count: int, tasks: Sequence[str], clients: Sequence[str]
 ) -> tuple[Bool[np.ndarray, "n n"], tuple[str, ...]]:
     """The edges that join each client alone in its cluster to its `count` nearest, and a line for each join that had
     to leave the client's task. Undecided clients are neither joined nor joined to.

@@ -5,10 +5,12 @@ FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024).
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from scipy.sparse import csr_array, eye_array, vstack
 
 Square: TypeAlias = Float64[np.ndarray, "n n"]
 """(n, n): rows of a mixing matrix, a graph, inner products."""
@@ -18,6 +20,41 @@ Groups: TypeAlias = Int64[np.ndarray, " n"]
 Chosen: TypeAlias = Bool[np.ndarray, " n"]
 HalfGram: TypeAlias = Float64[np.ndarray, "n2 n2"]
 """Inner products of the first halves of n clients, then their second ones, with each other."""
+MOST_DENSE = 1000
+"""Clients up to which a mixing matrix is an array; above it, it is `Rows`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(NDArrayOperatorsMixin):
+    """A mixing matrix (n, n) by its distinct rows; NumPy reads it, and computes with it, as the array."""
+
+    distinct: csr_array
+    """The rows, (r, n), with sorted columns."""
+    of: Groups
+    """The row of each client."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[np.arange(len(self.of))], dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return getattr(ufunc, method)(*(np.asarray(x) if isinstance(x, Rows) else x for x in inputs), **kwargs)
+
+    def __getitem__(self, clients: Any) -> np.ndarray:
+        """The rows of these clients, an array."""
+        return np.asarray(self.distinct[self.of[clients]].toarray())
+
+
+def identity(n: int) -> "Square | Rows":
+    """The mixing matrix with which everyone keeps its model."""
+    return np.eye(n) if n <= MOST_DENSE else Rows(distinct=csr_array(eye_array(n)), of=np.arange(n))
+
+
+def choose_rows(chosen: Chosen, first: "Square | Rows", second: "Square | Rows") -> "Square | Rows":
+    """The rows of the first matrix for the chosen clients, those of the second for others."""
+    if not (isinstance(first, Rows) and isinstance(second, Rows)):
+        return np.where(chosen[:, None], first, second)
+    distinct = csr_array(vstack([first.distinct, second.distinct]))
+    return Rows(distinct=distinct, of=np.where(chosen, first.of, second.of + first.distinct.shape[0]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,8 +67,8 @@ class Federation:
     """Training examples of each client."""
     clusters: Groups
     """Cluster of each client; -1 is undecided and mixes with nobody inside clusters."""
-    adjacency: Square
-    """Edge weights: symmetric, not negative, zero on the diagonal."""
+    adjacency: Square | csr_array
+    """Edge weights: symmetric, not negative, zero on the diagonal; sparse where there are very many clients."""
     head_groups: tuple[str, ...]
     """Task of each client: heads mix only inside one."""
     importance: Float64[np.ndarray, "n layers"] | None = None
@@ -51,7 +88,7 @@ def cluster_labels(clusters: Groups) -> list[tuple[str, int]]:
     return [("undecided", k) if cluster < 0 else ("cluster", int(cluster)) for k, cluster in enumerate(clusters)]
 
 
-def average(weights: Vector, groups: Groups, present: Chosen, *, max_share: float = 1.0) -> Square:
+def average(weights: Vector, groups: Groups, present: Chosen, *, max_share: float = 1.0) -> Square | Rows:
     """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
 
     `m_kl = p_l / sum of p over the present of the group`, as `bounded_weights` leaves p. A group with nobody present
@@ -61,6 +98,11 @@ def average(weights: Vector, groups: Groups, present: Chosen, *, max_share: floa
     for label in set(groups.tolist()) if max_share < 1 else ():
         inside = np.flatnonzero((groups == label) & present)
         weighted[inside] = bounded_weights(weighted[inside], max_share)
+    if len(groups) > MOST_DENSE:
+        labels, of = np.unique(groups, return_inverse=True)
+        sums, there = np.bincount(of, weights=weighted), np.flatnonzero(weighted)
+        rows = csr_array((weighted[there] / sums[of[there]], (of[there], there)), shape=(len(labels), len(of)))
+        return choose_rows(sums[of] > 0, Rows(distinct=rows, of=of), identity(len(of)))
     return rows_over_sums(np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0))
 
 
@@ -109,7 +151,7 @@ def without_edges(federation: Federation, clients: Collection[str]) -> Federatio
     if not clients:
         return federation
     linked = np.array([client not in clients for client in federation.clients])
-    return replace(federation, adjacency=np.where(linked[:, None] & linked[None, :], federation.adjacency, 0.0))
+    return replace(federation, adjacency=federation.adjacency * linked[:, None] * linked[None, :])
 
 
 def laplacian(adjacency: Square) -> Square:

@@ -18,11 +18,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float64
+from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from atlas_fl.aggregation import lora_product
-from atlas_fl.aggregation.matrices import Federation, Square
+from atlas_fl.aggregation.matrices import Federation, Rows, Square
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, is_full_model
 
@@ -65,28 +66,29 @@ class Group:
         return tuple(sorted({*self.sources, *(k for targets in self.targets for k in targets)}))
 
 
-def groups_of(matrix: Square) -> tuple[Group, ...]:
+def groups_of(matrix: Square | Rows) -> tuple[Group, ...]:
     """The rows that are not those of the identity, grouped by support; equal rows appear once."""
-    unmoved = np.flatnonzero((matrix == np.eye(len(matrix))).all(axis=1)).tolist()
-    equal: dict[bytes, list[int]] = {}
-    for k in sorted(set(range(len(matrix))).difference(unmoved)):
-        equal.setdefault(matrix[k].tobytes(), []).append(k)
-    by_support: dict[tuple[int, ...], list[list[int]]] = {}
-    for clients in equal.values():
-        by_support.setdefault(tuple(np.flatnonzero(matrix[clients[0]]).tolist()), []).append(clients)
+    rows = matrix if isinstance(matrix, Rows) else Rows(distinct=csr_array(matrix), of=np.arange(len(matrix)))
+    ends, sources, weights = rows.distinct.indptr, rows.distinct.indices, rows.distinct.data
+    by_support: dict[bytes, dict[bytes, list[int]]] = {}
+    for k, index in enumerate(rows.of.tolist()):
+        part = slice(ends[index], ends[index + 1])
+        if sources[part].tolist() != [k] or weights[part][0] != 1.0:
+            equal = by_support.setdefault(sources[part].tobytes(), {})
+            equal.setdefault(weights[part].tobytes(), []).append(k)
     return tuple(
         Group(
-            sources=sources,
-            rows=matrix[[clients[0] for clients in targets]][:, list(sources)],
-            targets=tuple(map(tuple, targets)),
+            sources=tuple(np.frombuffer(support, sources.dtype).tolist()),
+            rows=np.array([np.frombuffer(row) for row in equal], order="F"),
+            targets=tuple(map(tuple, equal.values())),
         )
-        for sources, targets in by_support.items()
+        for support, equal in by_support.items()
     )
 
 
-def components_of(matrix: Square) -> tuple[int, ...]:
+def components_of(matrix: Square | Rows) -> tuple[int, ...]:
     """A number for each client: equal where models flow between the two, directly or through others."""
-    return tuple(connected_components(matrix != 0, directed=False)[1].tolist())
+    return tuple(connected_components(np.asarray(matrix) != 0, directed=False)[1].tolist())
 
 
 Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
@@ -178,10 +180,10 @@ class Mixture:
 
     params: tuple[Params, ...]
     clients: tuple[str, ...]
-    matrices: Callable[[str], np.ndarray]
+    matrices: Callable[[str], np.ndarray | Rows]
     align: str
     scale: Callable[[int], float]
-    _found: dict[int, tuple[np.ndarray, tuple[Group, ...]]] = field(default_factory=dict)
+    _found: dict[int, tuple[np.ndarray | Rows, tuple[Group, ...]]] = field(default_factory=dict)
 
     def groups(self, key: str) -> tuple[Group, ...]:
         """The groups of a tensor's matrix, which are found once for each distinct matrix."""

@@ -5,7 +5,7 @@ examples is bounded (`aggregation.matrices.bounded_weights`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from atlas_fl.aggregation.matrices import (
     Chosen,
     Federation,
     Groups,
+    Rows,
     Square,
     average,
     cluster_labels,
@@ -26,7 +27,7 @@ from atlas_fl.aggregation.mixing import Mixed, Mixture
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
 
-Matrices: TypeAlias = Callable[[str], np.ndarray]
+Matrices: TypeAlias = Callable[[str], np.ndarray | Rows]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
 
 CLUSTERS = "clusters"
@@ -98,8 +99,17 @@ class MixingContext:
     models: RoundModels | None = None
     """The models of the round; None before there are updates."""
 
+    def of(self, places: np.ndarray) -> "MixingContext":
+        """The input of the rule for the clients at these places alone."""
+        whole = self.federation
+        clients, tasks = (tuple(np.array(names)[places].tolist()) for names in (whole.clients, whole.head_groups))
+        weights, clusters, edges = whole.weights[places], whole.clusters[places], whole.adjacency[places][:, places]
+        federation = replace(whole, clients=clients, weights=weights, clusters=clusters, adjacency=edges)
+        federation = replace(federation, head_groups=tasks)
+        return replace(self, federation=federation, groups=self.groups[places], present=self.present[places])
 
-Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
+
+Rule: TypeAlias = Callable[[MixingContext], np.ndarray | Rows]
 """M (n, n), row-stochastic, of one step."""
 
 
@@ -157,9 +167,9 @@ def mixing_matrices(
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
-    made: dict[Hashable, Square] = {}
+    made: dict[Hashable, np.ndarray | Rows] = {}
 
-    def matrix(key: str) -> Square:
+    def matrix(key: str) -> np.ndarray | Rows:
         is_head = key.startswith(HEAD)
         layer = None if is_head or factors is None else layer_of(federation, key)
         group = parameter_group(key, federation, granularity=granularity)
@@ -223,11 +233,7 @@ def mix(models: ByClient, matrices: Matrices, clients: Sequence[str], options: S
     """
     params = tuple(models[client] for client in clients)
     mixture = Mixture(
-        params=params,
-        clients=tuple(clients),
-        matrices=matrices,
-        align=options.align,
-        scale=options.scale,
+        params=params, clients=tuple(clients), matrices=matrices, align=options.align, scale=options.scale
     )
     shared = dict.fromkeys(key for one in params for key in shared_params(one, options.share))
     in_factors = options.space == "factors"
@@ -249,7 +255,7 @@ def mix(models: ByClient, matrices: Matrices, clients: Sequence[str], options: S
     return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
-def weighted_average(options: StrategyOptions, step: MixingContext, *, within: str = "all") -> np.ndarray:
+def weighted_average(options: StrategyOptions, step: MixingContext, *, within: str = "all") -> Square | Rows:
     """The rows of one average over each group, or inside each cluster, weighted by examples, over who is present."""
     groups = groups_within(step, within)
-    return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
+    return average(step.federation.weights, groups, step.present, max_share=options.max_share)

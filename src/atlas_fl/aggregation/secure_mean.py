@@ -118,13 +118,7 @@ NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
 
 
 def secure_means(
-    groups: Sequence[SumGroup],
-    settings: SumSettings,
-    before: ByClient,
-    updates: ByClient,
-    sum_of: SumOf,
-    *,
-    round: int,
+    groups: Sequence[SumGroup], settings: SumSettings, before: ByClient, updates: ByClient, sum_of: SumOf, *, round: int
 ) -> SecureMeans:
     """The means of these groups; `sum_of` makes the sum of a group, given its terms and size."""
     means = {client: dict(params) for client, params in updates.items()}

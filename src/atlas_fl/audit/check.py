@@ -11,7 +11,7 @@ from atlas_fl.audit.dense import same_tensors
 from atlas_fl.audit.privacy import check_privacy
 from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_adapter
 from atlas_fl.audit.report import AuditReport, AuditRow
-from atlas_fl.audit.rules import formula_of
+from atlas_fl.audit.rules import formula_of, predicts_in_blocks
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, open_run
 from atlas_fl.audit.sent import check_kept, check_sent
 from atlas_fl.audit.step import Formula, Step, compare_states
@@ -62,7 +62,7 @@ def damaged_files(path: Path) -> Iterator[AuditRow]:
 
 
 def _unchecked(run: Run) -> Iterator[str]:
-    """A line for a run whose method is a plug-in's, on what was not computed a second time."""
+    """A line on what was not computed a second time, by a plug-in's method or in blocks of very many clients."""
     if not formula_of(run).is_known:
         is_recorded = all(run.mixing_rows(round) for round in filter(run.is_aggregated, run.rounds))
         server_step = (
@@ -70,8 +70,9 @@ def _unchecked(run: Run) -> Iterator[str]:
             if is_recorded
             else "its server step was not computed again"
         )
+        why = "predicts very many clients in blocks" if predicts_in_blocks(run) else "is a plug-in's"
         yield (
-            f"{run.path.name}: --strategy {run.mixing.strategy} is a plug-in's, for which there is no second formula:"
+            f"{run.path.name}: --strategy {run.mixing.strategy} {why}, for which there is no second formula:"
             f" {server_step}; records, names, what clients loaded, norms and bytes were checked as ever"
         )
 

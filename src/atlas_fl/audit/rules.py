@@ -31,6 +31,7 @@ from atlas_fl.audit.server_steps import (
 )
 from atlas_fl.audit.step import Formula
 from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree, TreeWithOutside
+from atlas_fl.clustering.blocks import MOST_EXACT
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
@@ -85,6 +86,11 @@ RULES: Mapping[str, Formula] = {
 }
 
 
+def predicts_in_blocks(run: Run) -> bool:
+    """Return whether predictions are those of blocks of clients, and the formula is of all together."""
+    return run.mixing.strategy in ("kriging", "atlas") and len(run.plan("plan.json").clients) > MOST_EXACT
+
+
 def formula_of(run: Run, round: int | None = None) -> Formula:
     """The formula of the run's strategy; with a round that of the round, in which everyone may keep its own model.
 
@@ -93,7 +99,7 @@ def formula_of(run: Run, round: int | None = None) -> Formula:
     if round is not None and not run.is_aggregated(round):
         return OWN
     strategy = run.mixing.strategy
-    if strategy not in RULES and run.settings.run.plugin:
+    if (strategy not in RULES and run.settings.run.plugin) or predicts_in_blocks(run):
         return Recorded()
     if strategy not in RULES:
         raise CheckpointError(f"no audit is written for strategy {strategy!r}; there is one for {', '.join(RULES)}")

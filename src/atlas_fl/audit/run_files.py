@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from atlas_fl.clustering.blocks import Matrix, from_plain
 from atlas_fl.config import Config, MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B
@@ -49,8 +50,8 @@ class AuditPlan:
     """Cluster of each client, -1 for undecided."""
     ranks: tuple[tuple[int, ...], ...]
     """Rank of every layer, for each client."""
-    adjacency: np.ndarray
-    """(n, n) edge weights."""
+    adjacency: Matrix
+    """(n, n) edge weights, sparse of very many clients."""
     importance: np.ndarray | None
     """(n, layers) importance, if it was measured."""
     layer_of: Mapping[str, int]
@@ -275,7 +276,7 @@ def _plan(content: Mapping[str, Any]) -> AuditPlan:
         examples=tuple(float(client["examples"]) for client in clients),
         clusters=tuple(int(client["cluster"]) for client in clients),
         ranks=tuple(tuple(map(int, client["ranks"])) for client in clients),
-        adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
+        adjacency=from_plain(content["adjacency"]).reshape(len(clients), len(clients)),
         importance=np.array(content["importance"], np.float64) if any(content.get("importance", [])) else None,
         layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
         alpha=None if content["lora"]["alpha"] is None else float(content["lora"]["alpha"]),
@@ -283,7 +284,8 @@ def _plan(content: Mapping[str, Any]) -> AuditPlan:
     )
     num_layers = max(plan.layer_of.values(), default=-1) + 1
     importance = np.ones((1, num_layers)) if plan.importance is None else plan.importance
-    numbers = np.concatenate([plan.examples, [plan.alpha or 1.0], plan.adjacency.ravel(), importance.ravel()])
+    edges = plan.adjacency.ravel() if isinstance(plan.adjacency, np.ndarray) else plan.adjacency.data
+    numbers = np.concatenate([plan.examples, [plan.alpha or 1.0], edges, importance.ravel()])
     if not np.isfinite(numbers).all() or min(numbers) < 0 or not all(plan.examples):
         raise ValueError("a number of it is not finite or below 0, or a client has no examples")
     if importance.shape[1] < num_layers or any(len(ranks) < num_layers for ranks in plan.ranks):

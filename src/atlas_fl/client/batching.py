@@ -176,11 +176,7 @@ def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
 
 @contextmanager
 def forward(
-    row: PackedBatch,
-    clients: Sequence[Params],
-    site: Site,
-    *,
-    mask: DropoutMaskFn | None = None,
+    row: PackedBatch, clients: Sequence[Params], site: Site, *, mask: DropoutMaskFn | None = None
 ) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
@@ -194,11 +190,7 @@ def forward(
 
 @contextmanager
 def forward_to_heads(
-    row: PackedBatch,
-    clients: Sequence[Params],
-    site: Site,
-    *,
-    mask: DropoutMaskFn | None = None,
+    row: PackedBatch, clients: Sequence[Params], site: Site, *, mask: DropoutMaskFn | None = None
 ) -> Iterator[list[Tensor]]:
     """Features of every client's own examples, (examples, width), or (tokens to be written, hidden).
 

@@ -141,14 +141,7 @@ def mean(first: Params, second: Params) -> dict[str, Tensor]:
     return {key: tensor if key.endswith(LORA_A) else (tensor + second[key]) / 2 for key, tensor in first.items()}
 
 
-def fingerprint_update(
-    job: Job,
-    sketches: Sequence[np.ndarray],
-    params: Params,
-    *,
-    steps: int,
-    loss: float,
-) -> Update:
+def fingerprint_update(job: Job, sketches: Sequence[np.ndarray], params: Params, *, steps: int, loss: float) -> Update:
     """The client's answer: both sketches beside its params."""
     first, second = (torch.from_numpy(half) for half in sketches)
     return Update(

@@ -22,14 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.batching import (
-    Dropout,
-    dropout_masks,
-    forward_to_heads,
-    make_row,
-    read_logits,
-    rows,
-)
+from atlas_fl.client.batching import Dropout, dropout_masks, forward_to_heads, make_row, read_logits, rows
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer

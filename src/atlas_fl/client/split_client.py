@@ -120,13 +120,7 @@ class ClientSide:
         return sent
 
     def exchange(
-        self,
-        hidden: Tensor,
-        row: PackedBatch,
-        done: int,
-        head_loss: Callable[[Tensor], Tensor],
-        *,
-        scale: float = 1.0,
+        self, hidden: Tensor, row: PackedBatch, done: int, head_loss: Callable[[Tensor], Tensor], *, scale: float = 1.0
     ) -> tuple[Payloads, Tensor | None]:
         """(the server's answer with the gradient of the rows, the loss where the head is here).
 

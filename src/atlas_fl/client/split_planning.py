@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import modules_of
-from atlas_fl.client.fingerprint import (
-    PARTS,
-    add_gradient,
-    fingerprint_update,
-    parts_of_gradients,
-)
+from atlas_fl.client.fingerprint import PARTS, add_gradient, fingerprint_update, parts_of_gradients
 from atlas_fl.client.importance import (
     IMPORTANCE,
     gradient_batches,

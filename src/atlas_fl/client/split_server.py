@@ -29,12 +29,7 @@ from atlas_fl.client.batching import (
 from atlas_fl.client.evaluation import on_device, scored_outputs, scored_update
 from atlas_fl.client.importance import pop_gradients
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import (
-    LocalTrainer,
-    client_side_indices,
-    example_loss,
-    merge_norms,
-)
+from atlas_fl.client.local_training import LocalTrainer, client_side_indices, example_loss, merge_norms
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import Backbone

@@ -1,12 +1,19 @@
-"""Phase 1: the clusters of clients that share a task, from two sketches of each client's fingerprint."""
+"""Phase 1: the clusters of clients that share a task, from two sketches of each client's fingerprint.
+
+Up to `MOST_EXACT` clients are clustered together, by the similarities of all pairs. Of more so many are, drawn at
+random; each other client joins the cluster that it is most similar to, and those that are like none are clustered
+among themselves. Similarities are then those inside blocks of clusters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from atlas_fl.clustering import k_search, sketch
+from atlas_fl.clustering.blocks import MOST_EXACT, MOST_IN_BLOCK, Matrix, blocks_of, from_blocks, take
 from atlas_fl.clustering.labels import (
     UNDECIDED,
     ClusteringSettings,
@@ -14,7 +21,8 @@ from atlas_fl.clustering.labels import (
     number_by_first_client,
     stable_labels,
 )
-from atlas_fl.clustering.result import Clustering
+from atlas_fl.clustering.result import Clustering, similarity_to_clusters
+from atlas_fl.rng import generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +35,24 @@ class _Evidence:
     reliability: np.ndarray  # (n,)
     decided: np.ndarray  # bool (n,)
     alike: np.ndarray  # bool (n,)
-    similarity: np.ndarray  # (n, n)
+    floor: float
+    """Least reliability that similarities are divided by."""
+
+    def of(self, clients: np.ndarray) -> "_Evidence":
+        """The evidence of these clients alone."""
+        rows = {name: getattr(self, name)[clients] for name in ("first", "second", "reliability", "decided", "alike")}
+        return replace(self, **rows)
+
+    @cached_property
+    def similarity(self) -> np.ndarray:
+        """Noise-corrected similarity of all pairs, (n, n); clients that are alike have 1, undecided ones 0."""
+        rho = sketch.corrected_similarity(sketch.cross_similarity(self.first, self.second), floor=self.floor)
+        rho = np.where(np.add.outer(self.alike, self.alike), np.outer(self.alike, self.alike), rho)
+        return np.where(np.outer(self.decided, self.decided), rho, np.eye(len(rho)))
+
+
+_Decision: TypeAlias = tuple[np.ndarray, k_search.Verdict, tuple[str, ...], tuple[k_search.KTableRow, ...]]
+"""Labels (n,), the verdict, the warnings and the k table."""
 
 
 def cluster_clients(
@@ -71,7 +96,7 @@ def cluster_clients(
     return replace(
         result,
         labels=new_labels,
-        similarity=result.similarity[np.ix_(inverse_order, inverse_order)],
+        similarity=take(result.similarity, inverse_order),
         reliability=result.reliability[inverse_order],
         points=result.points[inverse_order],
         structure=asdict(verdict),
@@ -99,7 +124,7 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
     evidence = _less_mean(first, second, settings, of=np.ones(len(first), dtype=bool))
     if not settings.centre or settings.clusters != "auto":
         return evidence
-    whole = sketch.reliability(sketch.cross_similarity(first, second))
+    whole = sketch.own_reliability(first, second)
     told = whole >= settings.min_reliability
     usual = told & (evidence.reliability < settings.threshold)
     if 2 * usual.sum() <= told.sum():
@@ -109,14 +134,7 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
         return evidence
     alike = told & (beside.reliability < settings.threshold)
     decided = told & (alike | beside.decided)
-    similarity = np.where(np.add.outer(alike, alike), np.outer(alike, alike), beside.similarity)
-    return replace(
-        beside,
-        alike=alike,
-        decided=decided,
-        reliability=np.where(alike, whole, beside.reliability),
-        similarity=np.where(np.outer(decided, decided), similarity, np.eye(len(whole))),
-    )
+    return replace(beside, alike=alike, decided=decided, reliability=np.where(alike, whole, beside.reliability))
 
 
 def _less_mean(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, of: np.ndarray) -> _Evidence:
@@ -124,30 +142,73 @@ def _less_mean(first: np.ndarray, second: np.ndarray, settings: ClusteringSettin
     offsets = np.zeros((2, first.shape[1]))
     if settings.centre:
         offsets = np.stack([sketch.normalise_sketches(half)[of].mean(axis=0) for half in (first, second)])
-    left, right = (
-        sketch.normalise_sketches(first, offset=offsets[0]),
-        sketch.normalise_sketches(second, offset=offsets[1]),
-    )
-    cross = sketch.cross_similarity(left, right)
-    reliabilities = sketch.reliability(cross)
-    decided = (reliabilities >= settings.min_reliability) & left.any(axis=1) & right.any(axis=1)
-    rho = sketch.corrected_similarity(cross, floor=max(settings.min_reliability, 0.0))
-    similarity = np.where(np.outer(decided, decided), rho, np.eye(len(reliabilities)))
+    left, right = (sketch.normalise_sketches(half, offset=mean) for half, mean in zip((first, second), offsets))
+    reliabilities = sketch.own_reliability(left, right)
     return _Evidence(
         first=left,
         second=right,
         offsets=offsets,
         reliability=reliabilities,
-        decided=decided,
+        decided=(reliabilities >= settings.min_reliability) & left.any(axis=1) & right.any(axis=1),
         alike=np.zeros(len(first), dtype=bool),
-        similarity=similarity,
+        floor=max(settings.min_reliability, 0.0),
     )
 
 
-def _decide(
+def _decide(evidence: _Evidence, settings: ClusteringSettings, previous_labels: np.ndarray | None) -> _Decision:
+    """The decision on clients in canonical order; of very many on a random sample.
+
+    The others join the most similar cluster, or are decided on by themselves. Clients of clusters below the smallest
+    size then join the most similar other one.
+    """
+    if len(evidence.decided) <= MOST_EXACT:
+        return _decide_together(evidence, settings, previous_labels)
+    drawn = generator(settings.seed, "clusters", "clients").choice(len(evidence.decided), MOST_EXACT, replace=False)
+    sample, few = np.sort(drawn), replace(settings, min_cluster_size=1)
+    previous = None if previous_labels is None else previous_labels[sample]
+    known, verdict, notes, table = _decide(evidence.of(sample), few, previous)
+    labels, decided, names = np.full(len(evidence.decided), UNDECIDED), evidence.decided, decided_labels(known.tolist())
+    labels[sample] = known
+    is_open = k_search.METHODS[settings.cluster_by].uses_corrected_similarity and settings.fixed_k is None
+    has_groups = verdict.found or evidence.alike.any()
+    if is_open and len(names) > 1 and not has_groups:
+        labels = np.where(decided, np.arange(len(labels)), UNDECIDED)  # each is alone
+    elif names:
+        nearest, similarity = _most_similar(evidence, evidence.of(sample), known, settings)
+        labels = np.where(decided & ~(is_open & (similarity < settings.threshold)), nearest, UNDECIDED)
+        labels = np.where(evidence.alike, known[evidence.alike[sample]].max(initial=0), labels)
+        labels[sample] = known
+        unlike = decided & (labels == UNDECIDED)
+        others = _decide(evidence.of(unlike), few, None)[0] if unlike.any() else known[:0]
+        if has_groups or len(np.unique(others)) < len(others):
+            labels[unlike] = np.where(others == UNDECIDED, UNDECIDED, labels.max() + 1 + others)
+            verdict = replace(verdict, found=verdict.found or bool(unlike.any()))
+        else:  # noise, of the one cluster
+            labels[unlike] = nearest[unlike]
+    note = f"{len(labels)} clients: {MOST_EXACT} drawn at random were clustered, the others assigned; similarities are"
+    notes = (f"{note} those inside blocks of at most {MOST_IN_BLOCK}", *notes)
+    sizes = np.bincount(labels[labels >= 0], minlength=1)
+    small = (labels >= 0) & (sizes[labels] < min(settings.min_cluster_size, sizes.max()))
+    if small.any():
+        labels[small] = _most_similar(evidence.of(small), evidence, np.where(small, UNDECIDED, labels), settings)[0]
+        notes += (f"{small.sum()} clients of clusters below min_cluster_size joined the most similar others",)
+    return labels, verdict, notes, table
+
+
+def _most_similar(
+    evidence: _Evidence, clustered: _Evidence, labels: np.ndarray, settings: ClusteringSettings
+) -> tuple[np.ndarray, np.ndarray]:
+    """(labels, similarities) of the clusters, of clustered clients, that each client is most similar to."""
+    centroids = _centroids(clustered, labels, settings)
+    scale = np.maximum(evidence.reliability, max(evidence.floor, 1e-3))
+    similarity = similarity_to_clusters(centroids, evidence.first, evidence.second, scale)
+    return np.array(decided_labels(labels.tolist()))[similarity.argmax(axis=1)], similarity.max(axis=1)
+
+
+def _decide_together(
     evidence: _Evidence, settings: ClusteringSettings, previous_labels: np.ndarray | None
-) -> tuple[np.ndarray, k_search.Verdict, tuple[str, ...], tuple[k_search.KTableRow, ...]]:
-    """Labels (n,), the verdict, the warnings and the k table, for clients in canonical order."""
+) -> _Decision:
+    """The decision on clients of whom all pairs are compared."""
     decided = evidence.decided
     labels = np.full(len(decided), UNDECIDED, dtype=np.int64)
     if not decided.any():
@@ -184,9 +245,7 @@ def _decide(
     return labels, verdict, (*notes, *merges), proposal.k_table
 
 
-def _labels_beside_alike(
-    evidence: _Evidence, settings: ClusteringSettings
-) -> tuple[np.ndarray, k_search.Verdict, tuple[str, ...], tuple[k_search.KTableRow, ...]]:
+def _labels_beside_alike(evidence: _Evidence, settings: ClusteringSettings) -> _Decision:
     """Labels (n,) where most clients are alike: one cluster of these, and those that differ by their similarity."""
     labels = np.where(evidence.alike, 0, UNDECIDED)
     others = evidence.decided & ~evidence.alike
@@ -219,10 +278,15 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
     if space.explained_variance < sketch.LOW_VARIANCE:
         share = f"{space.points.shape[1]} principal components explain {space.explained_variance:.2f} of the variance"
         warnings = (f"{share}, less than {sketch.LOW_VARIANCE}; raise pca_components",)
+    if len(labels) <= MOST_EXACT:
+        similarity: Matrix = evidence.similarity
+    else:
+        blocks = blocks_of(labels)
+        similarity = from_blocks(blocks, [evidence.of(block).similarity for block in blocks], len(labels))
     return Clustering(
         labels=tuple(labels.tolist()),
         method="oracle" if settings.clusters == "oracle" else settings.cluster_by,
-        similarity=evidence.similarity,
+        similarity=similarity,
         reliability=evidence.reliability,
         structure={},
         settings=settings,

@@ -391,11 +391,7 @@ class Method:
 K_SEARCH = Method(propose=search_k, statistic=best_silhouette, uses_corrected_similarity=False)
 
 METHODS: dict[str, Method] = {
-    "corrected": Method(
-        propose=propose_linkage,
-        statistic=linkage_silhouette,
-        uses_corrected_similarity=True,
-    ),
+    "corrected": Method(propose=propose_linkage, statistic=linkage_silhouette, uses_corrected_similarity=True),
     "atlas": K_SEARCH,
     "silhouette": K_SEARCH,
     "cosine": replace(K_SEARCH, propose=propose_cosine, tests_structure=False),

@@ -11,16 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.spatial.distance import cdist
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from atlas_fl.clustering import sketch
+from atlas_fl.clustering.blocks import Matrix, from_plain, grow, pairs_inside, to_plain
 from atlas_fl.clustering.k_search import KTableRow, mean_sketch
 from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels
 from atlas_fl.errors import CheckpointError, ConfigError
 
 TUPLES = ("labels", "warnings", "k_table")
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
-"""Fields of a clustering that are lists in JSON."""
+"""Fields of a clustering that are lists in JSON; a sparse similarity is three."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,8 +41,9 @@ class Clustering:
     """A name of METHODS, or `oracle`."""
     structure: dict[str, Any]
     """The verdict on structure: `found` and `reason`."""
-    similarity: np.ndarray
-    """Noise-corrected similarity, float64 (n, n), ones on the diagonal; 0 beside an undecided client."""
+    similarity: Matrix
+    """Noise-corrected similarity, float64 (n, n), ones on the diagonal; 0 beside an undecided client. Of more than
+    `MOST_EXACT` clients it is sparse: inside blocks of clusters, undecided clients in none."""
     reliability: np.ndarray
     """c_kk, float64 (n,): agreement of each client's own halves."""
     points: np.ndarray
@@ -55,7 +58,7 @@ class Clustering:
     def to_json(self) -> dict[str, Any]:
         """Every field as plain data for strict JSON."""
         data = vars(self) | {name: list(getattr(self, name)) for name in TUPLES}
-        return data | {"settings": asdict(self.settings)} | {name: getattr(self, name).tolist() for name in ARRAYS}
+        return data | {"settings": asdict(self.settings)} | {name: to_plain(getattr(self, name)) for name in ARRAYS}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Clustering":
@@ -66,7 +69,7 @@ class Clustering:
                 f"the clustering lacks {missing[0]!r}; it was not written by this version, plan again"
             )
         settings = ClusteringSettings(**{**data["settings"], "k_range": tuple(data["settings"]["k_range"])})
-        arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+        arrays = {name: from_plain(data[name]) for name in ARRAYS}
         tuples = {name: tuple(data[name]) for name in TUPLES}
         return Clustering(**{name: data[name] for name in fields} | arrays | tuples | {"settings": settings})
 
@@ -82,6 +85,20 @@ class Placement:
     similarity: Mapping[int, float]
     """Its similarity to each cluster by label: the mean noise-corrected similarity to the members, or, where the
     method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict."""
+
+
+def similarity_to_clusters(
+    centroids: np.ndarray, first: np.ndarray, second: np.ndarray, reliability: np.ndarray
+) -> np.ndarray:
+    """Similarity (m, k) of clients with these halves (m, d) to clusters, as in `Placement.similarity`.
+
+    Args:
+        centroids: (1, k, d) or (2, k, d), as in `Clustering`.
+        reliability: (m,), above zero where similarity is noise-corrected.
+    """
+    if len(centroids) == 2:
+        return np.asarray((first @ centroids[1].T + second @ centroids[0].T) / 2 / np.sqrt(reliability)[:, None])
+    return np.asarray(1 - cdist(sketch.normalise_sketches(first + second), centroids[0], "sqeuclidean") / 2)
 
 
 def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
@@ -105,11 +122,7 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     corrected = len(centroids) == 2
     if not names or (corrected and client_reliability <= 0.0):
         return Placement(cluster=UNDECIDED, reliability=client_reliability, similarity={})  # rho is not defined
-    if corrected:
-        similarities = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(client_reliability)
-    else:
-        mean = sketch.normalise_sketches((left + right)[None])[0]
-        similarities = 1 - np.linalg.norm(centroids[0] - mean, axis=1) ** 2 / 2
+    (similarities,) = similarity_to_clusters(centroids, left[None], right[None], np.array([client_reliability]))
     alone = corrected and settings.fixed_k is None and similarities.max() < settings.threshold
     alone = alone or client_reliability < settings.min_reliability
     return Placement(
@@ -123,26 +136,31 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     """The clustering of n clients and one that came later, under this label.
 
     `sketches` (2, n + 1, d) are both halves of all of them, the newcomer's last; its similarities are measured as those
-    of the others were (noise-corrected, less the same offsets) and stand beside theirs. What a later client is
-    compared with stays what it was.
+    of the others were (noise-corrected, less the same offsets) and stand beside theirs; where these are sparse, those
+    to the block of its cluster. What a later client is compared with stays what it was.
     """
     left, right = (
         sketch.normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
     )
-    cross = sketch.cross_similarity(left, right)
+    labels, others = np.array(clustering.labels), np.arange(len(clustering.labels))
+    if not isinstance(clustering.similarity, np.ndarray):
+        mates = np.flatnonzero((labels == label) & (label != UNDECIDED))
+        others = clustering.similarity[mates[-1:]].indices
+    places = np.append(others, len(labels))
+    cross = sketch.cross_similarity(left[places], right[places])
     reliabilities = sketch.reliability(cross)
     floor = clustering.settings.min_reliability
-    decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
-    new_row = sketch.corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
+    decided = np.append(clustering.reliability[others] >= floor, reliabilities[-1] >= floor)
+    new_row = np.zeros(len(labels) + 1)
+    new_row[places] = sketch.corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
     if label == clustering.alike:
-        new_row = np.append(np.array(clustering.labels) == label, True).astype(np.float64)
+        new_row[places] = np.append(labels[others] == label, True)
     new_row[-1] = 1.0
-    similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
     points = sketch.project_sketches(mean_sketch(left, right), components=2).points
     return replace(
         clustering,
         labels=(*clustering.labels, label),
-        similarity=similarity,
+        similarity=grow(clustering.similarity, new_row),
         reliability=np.append(clustering.reliability, reliabilities[-1]),
         points=np.pad(points, ((0, 0), (0, 2 - points.shape[1]))),
     )
@@ -161,7 +179,7 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
     """
     pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
     counts = Counter(pairs)
-    majorities = [max(counts[label, task] for task in truth) for label in decided_labels(labels)]
+    majorities = [max(counts[label, task] for task in set(truth)) for label in decided_labels(labels)]
     alone = [label if label != UNDECIDED else -1 - client for client, label in enumerate(labels)]
     return {
         "purity": sum(majorities) / len(pairs) if pairs else 0.0,
@@ -182,7 +200,7 @@ def summarise_clusters(
     for name in sorted(set(clustering.labels), key=lambda label: (label == UNDECIDED, label)):
         members = [index for index, label in enumerate(clustering.labels) if label == name]
         counts = Counter(tasks[index] for index in members)
-        inside = clustering.similarity[np.ix_(members, members)][np.triu_indices(len(members), 1)]
+        inside = pairs_inside(clustering.similarity, np.array(members))
         loss = [losses[clients[index]] for index in members if clients[index] in losses]
         summary: dict[str, Any] = {
             "cluster": name,

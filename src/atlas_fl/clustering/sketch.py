@@ -19,8 +19,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from sklearn.decomposition import IncrementalPCA
+from sklearn.decomposition import PCA, IncrementalPCA
 
+from atlas_fl.clustering.blocks import MOST_EXACT
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.rng import derive_seed
 
@@ -127,6 +128,8 @@ def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental:
     if incremental:
         model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
         points = np.asarray(model.fit_transform(rows), dtype=np.float64)
+    elif len(rows) > MOST_EXACT:  # linear in the clients
+        points = np.asarray(PCA(num_components, svd_solver="covariance_eigh").fit_transform(rows))
     else:
         left, singular, _ = np.linalg.svd(centred, full_matrices=False)
         points = left[:, :num_components] * singular[:num_components]
@@ -166,6 +169,13 @@ def cross_similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def reliability(cross: np.ndarray) -> np.ndarray:
     """c_kk, (n,): the agreement of each client's own halves."""
     return np.diag(cross).copy()
+
+
+def own_reliability(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The same from both halves (n, d); of very many clients without their pairs."""
+    if len(first) <= MOST_EXACT:
+        return reliability(cross_similarity(first, second))
+    return np.asarray(np.einsum("kd,kd->k", unit_rows(first), unit_rows(second)))
 
 
 def corrected_similarity(cross: np.ndarray, *, floor: float = 0.0) -> np.ndarray:

@@ -306,10 +306,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     if left:
         on_event(Note(left))
     return SiteResult(
-        name=name,
-        adapter=to if has_model else None,
-        sent_bytes=link.sent_bytes,
-        received_bytes=link.received_bytes,
+        name=name, adapter=to if has_model else None, sent_bytes=link.sent_bytes, received_bytes=link.received_bytes
     )
 
 

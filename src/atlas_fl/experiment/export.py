@@ -13,6 +13,7 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 import torch
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
@@ -277,7 +278,7 @@ def export_model(
         kind = "whole model" if form == "merged" else "GGUF adapter"
     stock = read_config(config.model.model, base)
     auto = auto_class(stock, writes=writes)
-    card = _card(
+    card = _card().render(
         kind=kind,
         auto=auto.__name__,
         pipeline=PIPELINES[auto.__name__],
@@ -322,10 +323,11 @@ def _check_form(form: Form, kind: str, *, writes: bool) -> None:
         raise ConfigError("--form gguf has no place for a head of classes; allowed: adapter, merged")
 
 
-def _card(**values: Any) -> str:
+@cache
+def _card() -> Template:
     template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return environment.from_string(template).render(values)
+    return environment.from_string(template)
 
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from atlas_fl.aggregation.mixing import reuse_equal_tensors
+from atlas_fl.clustering.blocks import grow
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import AtlasError, ConfigError
@@ -113,7 +114,8 @@ def _plan_newcomer(
         scores = state.validation_scores
         mean_score = float(np.mean(list(scores.values()))) if scores else own_score
         performance = np.array([*(scores.get(name, mean_score) for name in extended.names[:-1]), own_score])
-    edges: np.ndarray = make_client_graph(extended, engine, discovery, performance=performance).adjacency[-1, :-1]
+    graph = make_client_graph(extended, engine, discovery, performance=performance).adjacency
+    edges: np.ndarray = (graph[[-1]] + np.zeros((1, len(extended.names))))[0, :-1]  # an array of a sparse one, too
     messages: Sequence[LedgerRow] = ()
     if assembly.is_full:
         client, model, messages = _plan_whole_model(assembly, extended, planned, engine, discovery)
@@ -133,7 +135,7 @@ def _plan_newcomer(
     plan = replace(
         planned.plan,
         clients=assign_hosts(extended, (*planned.plan.clients, client)),
-        adjacency=np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]]),
+        adjacency=grow(planned.plan.adjacency, np.append(edges, 0.0)),
         importance=importance,
         clustering=discovery.report,
         data=label_statistics(extended.clients),

@@ -429,11 +429,7 @@ def one_round(
 
 
 def _sums(
-    assembly: Assembly,
-    planned: PlanResult,
-    engine: Engine,
-    state: FederationState,
-    received: ReceivedUpdates,
+    assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState, received: ReceivedUpdates
 ) -> tuple[ReceivedUpdates, SecureMeans]:
     """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
@@ -452,11 +448,7 @@ def _sums(
 
 
 def _aggregate(
-    assembly: Assembly,
-    state: FederationState,
-    received: ReceivedUpdates,
-    planned: PlanResult,
-    secure: SecureMeans,
+    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult, secure: SecureMeans
 ) -> ServerStep:
     """Apply the strategy, to the means by secure sums where there are any.
 

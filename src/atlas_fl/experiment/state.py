@@ -7,7 +7,6 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +118,7 @@ class ServerStep:
     """Clients that keep their initial model because the mixed one was unusable."""
     sharing: tuple[MeasuredSharing, ...] = ()
     """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
     """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
     secure: SecureMeans = NO_SUMS
     """Means in the place of the updates, under `--secure` and `--dp client`."""

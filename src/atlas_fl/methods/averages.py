@@ -6,8 +6,7 @@ is shared (`share`), where it is mixed (`space`, `align`) and what a client trai
 
 from typing import ClassVar
 
-import numpy as np
-
+from atlas_fl.aggregation.matrices import Rows, Square, identity
 from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, weighted_average
 from atlas_fl.methods.method import Method
 
@@ -19,19 +18,19 @@ class Local(Method):
     communicates = False
     not_a_sum = "sends nothing"
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> Square | Rows:
         """The identity."""
-        return np.eye(len(step.present))
+        return identity(len(step.present))
 
 
 class Averaging(Method):
     """A method that begins with one average over all clients, weighted by examples; heads only inside their task."""
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> Square | Rows:
         """The shares of the examples in each row."""
         return weighted_average(self.options, step)
 
-    def arrival(self, step: MixingContext) -> np.ndarray:
+    def arrival(self, step: MixingContext) -> Square | Rows:
         """The same, whatever rule follows."""
         return weighted_average(self.options, step)
 
@@ -63,6 +62,6 @@ class FedAvgCluster(Method):
     clustered = True
     not_a_sum = ""
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> Square | Rows:
         """The shares of the examples inside clusters."""
         return weighted_average(self.options, step, within=CLUSTERS)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Chosen, Federation, Groups, Square, Vector, average, group_ids
+from atlas_fl.aggregation.matrices import Chosen, Federation, Groups, Rows, Square, Vector, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Method, StepInputs
@@ -47,13 +47,13 @@ def clusters_in(entry: ServerState, federation: Federation) -> Groups:
     return np.array([int(labels[client]) if labels else 0 for client in federation.clients], np.int64)
 
 
-def average_inside(clusters: Groups, step: MixingContext, options: StrategyOptions) -> np.ndarray:
+def average_inside(clusters: Groups, step: MixingContext, options: StrategyOptions) -> np.ndarray | Rows:
     """The rows of averages inside these clusters and the step's groups."""
     groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
     return weighted_average(options, replace(step, groups=groups))
 
 
-def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray:
+def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray | Rows:
     """The rows of averages inside the clusters of the server state, and the step's groups."""
     state: ServerState = {} if step.models is None else step.models.server_state
     return average_inside(clusters_in(subtree(state, CLUSTERS), step.federation), step, options)
@@ -94,7 +94,7 @@ class Cfl(Method):
     differs = "whole models; a cluster is cut in a round of all of its clients alone"
     takes_newcomers = False
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> np.ndarray | Rows:
         """The shares of the examples inside the clusters of the state."""
         return average_inside_state(step, self.options)
 
@@ -113,7 +113,7 @@ class Cfl(Method):
                 tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
                 gram = gram_of_changes(inputs.client_models, inputs.after, tasks, self.options)
                 rows = average(federation.weights, clusters, present, max_share=self.options.max_share)
-                shares = rows[inside[0], inside]
+                shares = rows[inside[0]][inside]
                 if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
                     result[inside[bipartition(cosines(gram))]] = result.max() + 1
             clusters = result

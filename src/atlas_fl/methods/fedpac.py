@@ -32,7 +32,7 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Square, Vector
+from atlas_fl.aggregation.matrices import Rows, Square, Vector
 from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group
 from atlas_fl.errors import short_repr
 from atlas_fl.methods.averages import Averaging
@@ -171,7 +171,7 @@ class ClassifierCollaboration(Averaging):
         """The features of this aggregation in the place of those of the last one."""
         return {**server_state, FEATURES: dict(reports)}
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> np.ndarray | Rows:
         """The shares of the examples; of last layers of heads the weights m_k."""
         reports = {} if step.models is None else reports_of(step.models.server_state)
         if not step.parameters.is_last_layer or not reports:

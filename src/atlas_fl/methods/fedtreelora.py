@@ -21,7 +21,7 @@ from sklearn.metrics import silhouette_score
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, Groups, Square
+from atlas_fl.aggregation.matrices import Federation, Groups, Rows, Square
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Method, StepInputs
@@ -83,7 +83,7 @@ class FedTreeLora(Method):
     takes_newcomers = False
     granularity = "layer"
 
-    def rule(self, step: rules.MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
         cuts = {} if step.models is None else subtree(step.models.server_state, CUTS)
         if not cuts:

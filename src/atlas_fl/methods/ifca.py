@@ -21,6 +21,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
+from atlas_fl.aggregation.matrices import Rows
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
 from atlas_fl.methods.knobs import Tried
@@ -46,7 +47,7 @@ class Ifca(Method):
     extra_passes = "passes over the validation examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> np.ndarray | Rows:
         """The shares of the examples inside the clusters of the state."""
         return average_inside_state(step, self.options)
 

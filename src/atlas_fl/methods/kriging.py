@@ -15,6 +15,9 @@ least has the least noise, too, and would weigh most. The adapters have one matr
 its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
 as those of one do share a model, and who agrees with nobody keeps its own.
 
+Of more than `MOST_EXACT` clients the rows are those inside blocks of one cluster, or of several small ones, among those
+who are measured and take part; all else is averages.
+
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
 begin with what all have in common. What they say then holds for the run. Who was not there is measured when it first
 takes part; until then it is given the average, and is in nobody's prediction. Who is measured and takes no part keeps
@@ -53,7 +56,8 @@ from scipy.optimize import nnls
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, HalfGram, Square, Vector
+from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Vector, choose_rows, identity
+from atlas_fl.clustering.blocks import MOST_EXACT, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
@@ -152,8 +156,8 @@ def shares_cluster(clusters: np.ndarray) -> np.ndarray:
 
     Of a federation in which most clients share a cluster with nobody the clusters say nothing: then nobody is.
     """
-    sizes = (clusters[:, None] == clusters[None, :]).sum(axis=1)
-    shared = np.asarray((clusters >= 0) & (sizes > 1))
+    _, of, sizes = np.unique(clusters, return_inverse=True, return_counts=True)
+    shared = np.asarray((clusters >= 0) & (sizes[of] > 1))
     return shared if 2 * shared.sum() > len(clusters) else np.zeros_like(shared)
 
 
@@ -264,15 +268,26 @@ class FromHalves(FromStart):
         halves = {client: unflatten_by_client(report) for client, report in reports.items()}
         return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
 
-    def arrival(self, step: rules.MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> Square | Rows:
         """The average by examples."""
         return rules.weighted_average(self.options, step)
 
-    def rule(self, step: rules.MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> Square | Rows:
         """The rows of those who are measured, averages for others; who is measured and absent keeps its model."""
         state: ServerState = {} if step.models is None else step.models.server_state
         reports = subtree(state, HALVES)
         is_measured = np.array([name in reports for name in step.federation.clients], bool)
+        if len(is_measured) <= MOST_EXACT:
+            return self._rows_together(step, state, is_measured)
+        there, n, clusters = step.present & is_measured, len(is_measured), step.federation.clusters
+        blocks = blocks_of(np.where(there, np.maximum(clusters, -1) + 1, -1))
+        rows = [self._rows_together(step.of(places), state, is_measured[places]) for places in blocks]
+        predicted = Rows(distinct=from_blocks(blocks, rows, n), of=np.arange(n))
+        matrix = choose_rows(there, predicted, self.arrival(step))
+        return choose_rows(is_measured & ~there, identity(n), matrix)
+
+    def _rows_together(self, step: rules.MixingContext, state: ServerState, is_measured: np.ndarray) -> Square:
+        """The same from the halves of all, in one block."""
         matrix = self._unmeasured_rows(step, is_measured)
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured)
@@ -288,7 +303,7 @@ class FromHalves(FromStart):
     def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
         """The rows of those who are not measured."""
         del is_measured
-        return self.arrival(step)
+        return np.asarray(self.arrival(step))
 
     def _measured_rows(
         self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
@@ -331,11 +346,11 @@ class Kriging(FromHalves):
     name = "kriging"
     reads_within = True
 
-    def arrival(self, step: rules.MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> Square | Rows:
         """The average by examples; inside clusters with `--within clusters`."""
         is_clustered = shares_cluster(step.federation.clusters) & self.clustered
         inside = rules.weighted_average(self.options, step, within=rules.CLUSTERS)
-        return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
+        return choose_rows(is_clustered, inside, rules.weighted_average(self.options, step))
 
     def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The predictions, with no other's share above `--max-other-share`."""
@@ -343,7 +358,7 @@ class Kriging(FromHalves):
 
     def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
         """Averages, and with clusters their predictions."""
-        matrix = self.arrival(step)
+        matrix = np.asarray(self.arrival(step))
         if self.clustered and step.models is not None and (step.present & ~is_measured).any():
             predicted = self._predict_clusters(step, step.models, matrix)
             matrix = np.where(is_measured[:, None], matrix, predicted)
@@ -357,11 +372,12 @@ class Kriging(FromHalves):
         gram = self._half_gram(state, names, step.federation, step.parameters)
         result = matrix.copy()
         if self._is_alike(gram, step.parameters):
-            result[known] = rules.weighted_average(self.options, step)[known]
+            result[known] = np.asarray(rules.weighted_average(self.options, step))[known]
             return result
         clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
         alike = alike_in_cluster(gram, clusters)
-        result[known[alike]] = rules.weighted_average(self.options, step, within=rules.CLUSTERS)[known[alike]]
+        inside = np.asarray(rules.weighted_average(self.options, step, within=rules.CLUSTERS))
+        result[known[alike]] = inside[known[alike]]
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]
@@ -404,10 +420,10 @@ class Kriging(FromHalves):
         """A row for each measured client and group of parameters; empty in a round that measured nobody.
 
         tau^2 = mean_k K_kk - mean_{k != l} K_kl is the variance between clients without bias; heads are compared inside
-        their task. It is of all of a group together, not of a single value.
+        their task. It is of all of a group together, not of a single value. Very many clients have no rows.
         """
         reports = subtree(after, HALVES)
-        if len(reports) == len(subtree(before, HALVES)):
+        if len(reports) == len(subtree(before, HALVES)) or len(federation.clients) > MOST_EXACT:
             return ()
         positions = {name: k for k, name in enumerate(federation.clients)}
         groups: dict[tuple[rules.ParameterGroup, str], dict[str, str]] = {}

@@ -5,10 +5,13 @@
 Elbakary et al. 2024, "MIRA: A method of federated multi-task learning for large language models".
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
-from atlas_fl.aggregation.matrices import drop_edges, laplacian_step, rows_over_sums
+from atlas_fl.aggregation.matrices import Chosen, Rows, Square, drop_edges, laplacian_step, rows_over_sums
 from atlas_fl.aggregation.rules import MixingContext
+from atlas_fl.clustering.blocks import by_blocks
 from atlas_fl.methods.averages import FedAvgCluster
 from atlas_fl.methods.method import Method
 
@@ -30,17 +33,23 @@ class AtlasLaplacian(Method):
         *("alpha", "graph", "symmetrize", "neighbours", "singleton_neighbours", "graph_ema", "block_diagonal"),
     )
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: MixingContext) -> Square | Rows:
         """I - eta L."""
-        graph = drop_edges(step.federation.adjacency, step.groups)
-        return np.asarray(laplacian_step(graph, eta=step.eta, present=step.present))
+        return rows_of_graph(step, lambda graph, present: laplacian_step(graph, eta=step.eta, present=present))
 
-    def arrival(self, step: MixingContext) -> np.ndarray:
+    def arrival(self, step: MixingContext) -> Square | Rows:
         """The mean of a newcomer's neighbours by the weights of its edges, `w_k = sum_l a_kl w_l / sum_l a_kl`.
 
         It is the whole step of a client that has no model yet.
         """
-        return rows_over_sums(drop_edges(step.federation.adjacency, step.groups) * step.present[None, :])
+        return rows_of_graph(step, lambda graph, present: rows_over_sums(graph * present[None, :]))
+
+
+def rows_of_graph(step: MixingContext, rows: Callable[[Square, Chosen], Square]) -> Square | Rows:
+    """The rows that follow from the graph without the edges between groups; of a sparse graph block by block."""
+    graph = step.federation.adjacency
+    matrix = by_blocks(graph, lambda part, at: rows(drop_edges(part, step.groups[at]), step.present[at]))
+    return matrix if isinstance(matrix, np.ndarray) else Rows(distinct=matrix, of=np.arange(len(step.groups)))
 
 
 class AtlasNoLaplacian(FedAvgCluster):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation import rules
-from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.matrices import Federation, Rows, choose_rows, identity
 from atlas_fl.aggregation.secure_mean import SumGroup, sum_groups
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params
@@ -200,7 +200,7 @@ class Aggregated:
     """The model of every client: what it starts the next round with."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Mapping[str, np.ndarray | Rows] = field(default_factory=dict)
     """The mixing matrices that were applied, `adapters` and `head`; empty where there are others."""
 
 
@@ -321,7 +321,7 @@ class Method(Part):
         del federation
         return ()
 
-    def rule(self, step: rules.MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """M (n, n), row-stochastic, for one group of parameters."""
         del step
         raise ConfigError(
@@ -329,7 +329,7 @@ class Method(Part):
             " takes_newcomers = False"
         )
 
-    def arrival(self, step: rules.MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """The rows by which newcomers begin, in which they are not present and the others are."""
         return self.rule(step)
 
@@ -385,12 +385,12 @@ class Method(Part):
         del inputs
         return done
 
-    def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:
+    def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray | Rows]:
         if self.granularity != "all":
             return {}
         keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
         parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}
-        return {part: np.asarray(matrices(key)) for part, key in parts.items()}
+        return {part: matrices(key) for part, key in parts.items()}
 
     def initial_models(
         self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
@@ -400,8 +400,8 @@ class Method(Part):
         everyone = {**client_models, **fresh}
         models = rules.RoundModels(before=everyone, after=everyone, server_state=server_state)
 
-        def rule(step: rules.MixingContext) -> np.ndarray:
-            return np.where(step.present[:, None], np.eye(len(step.present)), self.arrival(step))
+        def rule(step: rules.MixingContext) -> np.ndarray | Rows:
+            return choose_rows(step.present, identity(len(step.present)), self.arrival(step))
 
         rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
         by_client = rules.mix(everyone, rows, federation.clients, self.options).by_client

@@ -18,7 +18,7 @@ import numpy as np
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
-from atlas_fl.aggregation.matrices import Federation, Vector
+from atlas_fl.aggregation.matrices import Federation, Rows, Vector
 from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
@@ -83,7 +83,7 @@ class PFedGraph(FromStart):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The rows m_k of those who are present; before there are updates, the shares of the examples."""
-        matrix = self.arrival(step)
+        matrix = np.asarray(self.arrival(step))
         groups = rules.groups_within(step, self.options.within)
         if step.models is None:
             return matrix
@@ -101,6 +101,6 @@ class PFedGraph(FromStart):
                 matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
         return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
 
-    def arrival(self, step: rules.MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """The shares of the examples."""
         return rules.weighted_average(self.options, step, within=self.options.within)

@@ -50,10 +50,7 @@ def shares_by_group(
 
 
 def corrections(
-    controls: ByClient,
-    tasks: Mapping[str, str],
-    clients: Collection[str],
-    shares: Mapping[str, Mapping[str, float]],
+    controls: ByClient, tasks: Mapping[str, str], clients: Collection[str], shares: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Params]:
     """c - c_k of these clients, float32 by parameter; empty before anybody has a control.
 

@@ -25,20 +25,11 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation import lora_product, rules
-from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
+from atlas_fl.aggregation.matrices import Federation, Rows, average, cluster_labels
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, Method, StepInputs
-from atlas_fl.params import (
-    HEAD,
-    LORA_A,
-    LORA_B,
-    ByClient,
-    Params,
-    lora_modules,
-    params_by_client,
-    shared_params,
-)
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, lora_modules, params_by_client, shared_params
 from atlas_fl.ranges import Range
 
 SECOND_MOMENTS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -76,7 +67,8 @@ def cohorts(federation: Federation, present: Sequence[bool], options: rules.Stra
         rows = average(federation.weights, groups, np.asarray(present, bool), max_share=options.max_share)
         for name in dict.fromkeys(names):
             members = tuple(k for k, other in enumerate(names) if other == name)
-            weights = {k: float(rows[members[0], k]) for k in members if present[k]}
+            shares = rows[members[0]]
+            weights = {k: float(shares[k]) for k in members if present[k]}
             if len(members) > 1 and weights:
                 yield Cohort(name=name, is_head=is_head, members=members, weights=weights)
 
@@ -189,7 +181,7 @@ class ByCohort(Method):
         for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
             self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
 
-    def rule(self, step: rules.MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """The shares of the examples inside each cohort."""
         return rules.weighted_average(self.options, step, within=self.options.within)
 

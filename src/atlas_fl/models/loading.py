@@ -294,12 +294,7 @@ def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def save_classifier(
-    backbone: Backbone,
-    params: Params,
-    folder: Path,
-    *,
-    labels: Sequence[str],
-    multilabel: bool = False,
+    backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str], multilabel: bool = False
 ) -> None:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 

@@ -241,11 +241,7 @@ def encode_targets(
 
 
 def encode_prompts(
-    text: Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    truncate: Truncation | None = None,
+    text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int, truncate: Truncation | None = None
 ) -> EncodedExamples:
     """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.clustering.blocks import Matrix, from_plain, to_plain
 from atlas_fl.clustering.result import Clustering
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask
@@ -50,7 +51,7 @@ class Plan:
     """A frozen plan; `to_json` and `from_json` are inverse."""
 
     clients: tuple[ClientPlan, ...]
-    adjacency: np.ndarray  # (n, n) float64
+    adjacency: Matrix  # (n, n) float64
     importance: np.ndarray  # (n, layers) float64, rows sum to one
     layer_of: Mapping[str, int]
     lora: Mapping[str, Any]
@@ -78,14 +79,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain data for strict JSON."""
         clients = [{**asdict(client), "ranks": list(client.ranks)} for client in self.clients]
-        arrays = {name: getattr(self, name).tolist() for name in ARRAYS}
+        arrays = {name: to_plain(getattr(self, name)) for name in ARRAYS}
         return vars(self) | {"clients": clients} | arrays | {name: list(getattr(self, name)) for name in TUPLES}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_json` wrote."""
         clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
-        arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+        arrays = {name: from_plain(data[name]) for name in ARRAYS}
         tuples = {name: tuple(data[name]) for name in TUPLES}
         return Plan(**{**data, **arrays, **tuples, "clients": clients})
 

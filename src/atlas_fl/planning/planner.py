@@ -52,11 +52,7 @@ from atlas_fl.storage.ledger import LedgerRow
 
 
 def initial_models(
-    assembly: Assembly,
-    warmed_models: ByClient,
-    ranks: Sequence[Sequence[int]],
-    *,
-    start: StartAdapter | None = None,
+    assembly: Assembly, warmed_models: ByClient, ranks: Sequence[Sequence[int]], *, start: StartAdapter | None = None
 ) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
     models: dict[str, Params] = {}

@@ -98,10 +98,7 @@ def fit_client(
     memory_budget = None
     if config.ranks.budget == "fractions":
         memory_budget = fraction_budget(
-            device,
-            base=config.ranks.alpha_base,
-            activations=config.ranks.alpha_act,
-            optimizer=config.ranks.alpha_opt,
+            device, base=config.ranks.alpha_base, activations=config.ranks.alpha_act, optimizer=config.ranks.alpha_opt
         )
 
     def fit(blocks: int | None, reason: str) -> ClientFit:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
+from atlas_fl.clustering.blocks import MOST_EXACT, by_blocks, dense
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.labels import ClusteringSettings
@@ -216,22 +218,33 @@ def make_client_graph(
     mixing = assembly.config.mixing
     if discovery.clustering is None:
         size = len(assembly.clients)
-        return Graph(adjacency=np.zeros((size, size)), warnings=())
+        empty = np.zeros((size, size)) if size <= MOST_EXACT else csr_array((size, size))
+        return Graph(adjacency=empty, warnings=())
     options = settings_for(assembly.config, GraphOptions) | {"ema": mixing.graph_ema}
     # Without structure everyone stays alone: the nearest of strangers is still a stranger.
     if assembly.config.clustering.clusters == "auto" and not discovery.clustering.structure["found"]:
         options["singleton_neighbours"] = 0
     if mixing.graph == "adaptive" and performance is None:
         performance = validation_scores(assembly, engine, discovery.warmed_models, cuts)
-    return make_graph(
-        similarity_distances(discovery.clustering.similarity),
-        np.array(discovery.labels, dtype=np.int64),
-        GraphOptions(**options),
-        clients=assembly.names,
-        tasks=[client.task.name for client in assembly.clients],
-        performance=performance,
-        previous=previous,
-    )
+    similarity, labels = discovery.clustering.similarity, np.array(discovery.labels, dtype=np.int64)
+    if options["alpha"] is None and not isinstance(similarity, np.ndarray):
+        options["alpha"] = 0.5  # one over the squared distance of clients that have nothing in common
+    warnings: list[str] = []
+
+    def edges(similarity: np.ndarray, places: np.ndarray) -> np.ndarray:
+        graph = make_graph(
+            similarity_distances(similarity),
+            labels[places],
+            GraphOptions(**options),
+            clients=[assembly.names[k] for k in places],
+            tasks=[assembly.clients[k].task.name for k in places],
+            performance=None if performance is None else performance[places],
+            previous=None if previous is None else dense(previous, places),
+        )
+        warnings.extend(graph.warnings)
+        return graph.adjacency
+
+    return Graph(adjacency=by_blocks(similarity, edges), warnings=tuple(warnings))
 
 
 def validation_scores(assembly: Assembly, engine: Engine, models: ByClient, cuts: Mapping[str, Cut]) -> np.ndarray:

@@ -349,12 +349,7 @@ def assign_ranks(
         ranks = (*below, *ranks[num_on_device:])
     cost_model.check_memory(cost_model.device_memory(shape, device, ranks=ranks, step=step), shape, name=device.name)
     one_rank_bytes = cost_model.adapter_bytes(shape, (1,) * shape.num_layers) * cost_model.TRAINING_COPIES
-    return RankAssignment(
-        ranks=ranks,
-        budget_bytes=budget,
-        largest_rank=budget // max(1, one_rank_bytes),
-        notes=notes,
-    )
+    return RankAssignment(ranks=ranks, budget_bytes=budget, largest_rank=budget // max(1, one_rank_bytes), notes=notes)
 
 
 def _upload_allowance(

@@ -19,8 +19,10 @@ EVERY_CLIENT = "(mean)"
 """In the column of clients: the mean over the clients of a task; the specifications of charts name it too."""
 ALL = "(all clients)"
 """In the column of clients: all test examples of a task."""
-LEAST_EMBEDDED = 6
-"""Clients from which t-SNE shows more than the two principal components."""
+MOST_SHOWN = 200
+"""Clients above which a page shows none by itself where there is a row or a line for each."""
+EMBEDDED = range(6, 2001)
+"""Clients with which t-SNE shows more than the two principal components, and takes seconds."""
 _SERIES = (
     ("validation score", "validation", "primary"),
     ("validation accuracy", "validation", "accuracy"),
@@ -57,14 +59,15 @@ def score_rows(record: Record) -> list[Row]:
 
 
 def adjacency_rows(record: Record) -> list[Row]:
-    """The weight of every edge of the client graph."""
+    """The weight of every edge of the client graph, where there are few enough clients for a map."""
     places = {name: place for place, name in enumerate(record.task_of)}
-    matrix = record.plan.get("adjacency")
+    matrix: Any = record.plan.get("adjacency") or []
+    clients = record.sorted_clients if len(matrix) and len(places) <= MOST_SHOWN else []
     return [
         {"client": client, "other": other, "weight": matrix[places[client]][places[other]]}
-        for client in record.sorted_clients
-        for other in record.sorted_clients
-        if matrix and matrix[places[client]][places[other]]
+        for client in clients
+        for other in clients
+        if matrix[places[client]][places[other]]
     ]
 
 
@@ -73,7 +76,7 @@ def sketch_rows(record: Record) -> list[Row]:
     if record.sketches is None or len(record.task_of) < 3:
         return []
     first, second, _ = principal_components(record.sketches)
-    embedded = embed(record.sketches) if len(first) >= LEAST_EMBEDDED else np.empty((len(first), 0))
+    embedded = embed(record.sketches) if len(first) in EMBEDDED else np.empty((len(first), 0))
     return [
         {"client": client["name"], "task": client["task"], "cluster": cluster_name(client.get("cluster", -1))}
         | dict(zip(("x", "y", "x1", "y1", "x2", "y2"), [*(a + b) / 2, *a, *b]))

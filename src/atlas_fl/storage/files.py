@@ -31,11 +31,14 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
     """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
 
     Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one. No part of
-    the path below `within` is a link, nor is `path` itself.
+    the path below `within` is a link, nor is `path` itself. The draft of a folder is no folder with a draft of its own.
 
     Raises:
         OSError: the disk takes no more, or failed, or there is a link; it names `path`, whoever wrote.
     """
+    if folder_access.is_inner_file(path.parent / DRAFT_MARKER):
+        yield path
+        return
     drafts = path.with_name(folder_access.draft_name(path.name))
     content = drafts / "content"
     try:
@@ -88,7 +91,7 @@ def _publish(content: Path, path: Path) -> None:
 def _remove_drafts(parent: int, *, of: Path) -> None:
     """Remove what writes of this folder that did not end have left: folders of a draft's name that bear its mark."""
     for name in folder_access.names_in(parent):
-        match = folder_access.DRAFT.fullmatch(name)
+        match = folder_access.DRAFT.fullmatch(name) if name.startswith(".") else None
         drafts = of.with_name(name)
         if match is None or match[1] != of.name or not folder_access.is_inner_folder(drafts):
             continue

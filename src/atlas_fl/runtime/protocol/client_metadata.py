@@ -43,9 +43,7 @@ LabelName: TypeAlias = Annotated[
 LabelNumber: TypeAlias = Annotated[float, Range(least=-1e12, most=1e12)]
 """Examples of a class, or the mean or the deviation of labels."""
 Length: TypeAlias = tuple[
-    Annotated[int, Range(least=1, most=2**20)],
-    Annotated[int, Range(least=0, most=2**20)],
-    Examples,
+    Annotated[int, Range(least=1, most=2**20)], Annotated[int, Range(least=0, most=2**20)], Examples
 ]
 """(tokens, tokens to be predicted, examples that have so many); with those of rejected answers that are learned"""
 
