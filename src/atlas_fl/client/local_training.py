@@ -183,14 +183,10 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
     return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
-def trained_names(names: Iterable[str], options: TrainOptions) -> list[str]:
-    """Names of tensors that train in a cut model, sorted: the same ones in every round."""
-    return sorted(name for name in names if name != PRIVATE and options.trains(name, round=1))
-
-
 def client_side_indices(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
     """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
-    trained = trained_names(names, options)
+    # in a cut model the same ones train in every round
+    trained = sorted(name for name in names if name != PRIVATE and options.trains(name, round=1))
     client_side = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     return [index for index, name in enumerate(trained) if name in client_side]
 

@@ -178,7 +178,8 @@ def _rows(table: Table, form: Format, *, origin: str) -> Rows:
 
 def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> Rows:
     """Prompts and what is written after them; a question comes last, since a long prompt loses its beginning."""
-    answers = [_first_answer(value) for value in table.get(target, ())]
+    # of SQuAD's answers, `{"text": [..], ..}`, the first, or "" where there is none
+    answers = [next(iter(it.get("text", ())), "") if isinstance(it, Mapping) else it for it in table.get(target, ())]
     kept = [index for index, text in enumerate(answers) if text != ""]
     columns = {**table, target: answers} if target in table else table
     table = {name: [values[index] for index in kept] for name, values in columns.items()}
@@ -187,11 +188,6 @@ def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> R
         contexts = texts(table, form.context, origin=origin)
         prompts = tuple(f"{context}\n{prompt}" for context, prompt in zip(contexts, prompts, strict=True))
     return rows_to_write(written, prompts=prompts)
-
-
-def _first_answer(value: Any) -> Any:
-    """First of SQuAD's answers, `{"text": [..], ..}`, or "" where there is none; anything else as it is."""
-    return next(iter(value.get("text", ())), "") if isinstance(value, Mapping) else value
 
 
 def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:

@@ -61,10 +61,8 @@ def layer_distances(
     layers = sorted({rules.layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
 
     def distances(layer: int) -> Square:
-        def is_here(key: str) -> bool:
-            return not key.startswith(HEAD) and rules.layer_of(federation, key) == layer
-
-        return 1.0 - cosines(gram_of_changes(before, after, tasks, options, selects=is_here))
+        own = {key for key in keys if not key.startswith(HEAD) and rules.layer_of(federation, key) == layer}
+        return 1.0 - cosines(gram_of_changes(before, after, tasks, options, selects=own.__contains__))
 
     return {layer: distances(layer) for layer in layers}
 

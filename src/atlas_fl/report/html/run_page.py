@@ -119,16 +119,12 @@ def _outcome(record: Record) -> list[Block]:
     ]
 
 
-def _ends(interval: list[float]) -> Cell:
-    return Number(value=interval[0], text=f"{interval[0]:+.3f} to {interval[1]:+.3f}")
-
-
 GAINS: Columns = {
     "client": cell_at("client", word),
     "together": cell_at("together", plain),
     "alone": cell_at("alone", plain),
     "gain": cell_at("gain", lambda gain: plain(gain, sign=True)),
-    "95%": cell_at("interval", _ends),
+    "95%": cell_at("interval", lambda ends: Number(value=ends[0], text=f"{ends[0]:+.3f} to {ends[1]:+.3f}")),
 }
 GAINS_NOTE = (
     "final test scores; alone: the same settings, and nothing is mixed; 95%: of the gain, over draws of the client's"
