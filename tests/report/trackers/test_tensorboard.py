@@ -4,9 +4,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
 from atlas_fl.report.trackers.track_run import numbers_of, track_run
-from tests.report.trackers.test_track_run import ROWS
+from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 
 def round_finished(number: int, *, loss: float) -> RoundFinished:
@@ -16,7 +15,9 @@ def round_finished(number: int, *, loss: float) -> RoundFinished:
 def test_a_run_that_goes_on_is_one_run_and_its_rounds_count_once(tmp_path) -> None:
     told = list[Event]()
     for first, loss in ((1, 0.5), (2, 0.25)):  # killed in round 3, and resumed where its checkpoint is
-        with track_run([TensorBoardTracker(str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append) as logging:
+        with track_run(
+            [tracker_of("tensorboard", str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append
+        ) as logging:
             for number in range(first, 3):
                 logging.tell(PhaseStarted(f"round {number}"))
                 logging.tell(round_finished(number, loss=loss))
@@ -29,7 +30,9 @@ def test_a_run_that_goes_on_is_one_run_and_its_rounds_count_once(tmp_path) -> No
     wanted = numbers_of(round_finished(2, loss=0.25))
     assert {name: read.Scalars(name)[-1].value for name in wanted} == wanted
     assert [(one.step, one.value) for one in read.Scalars("summary/overall/final/test/accuracy")] == [(2, 0.625)]
-    with track_run([TensorBoardTracker(str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append) as logging:
+    with track_run(
+        [tracker_of("tensorboard", str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append
+    ) as logging:
         logging.tell(PhaseStarted("round 1"))  # begun anew
         logging.tell(round_finished(1, loss=0.125))
     again = EventAccumulator(str(tmp_path / "tb" / "one"))

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
 from atlas_fl.report.trackers.track_run import Tracker
 from atlas_fl.report.trackers.wandb import WandbTracker
 
-TRACKERS: dict[str, Callable[[str], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+TRACKERS: dict[str, Callable[[str], Tracker]] = {"wandb": WandbTracker}
 """By name, what makes a tracker of a place to log to."""

@@ -1,4 +1,8 @@
-"""TensorBoard as a tracker: event files in a folder of the run's name."""
+"""TensorBoard as a tracker: event files in a folder of the run's name.
+
+pip install '.[tensorboard]'
+atlas run --plugin examples/plugins/tensorboard_tracker.py --tracker tensorboard=FOLDER
+"""
 
 import json
 import os
@@ -7,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
+from atlas_fl.plugins import register
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
 
 
+@register("tracker", "tensorboard")
 class TensorBoardTracker(Tracker):
     """Logs to a folder that `tensorboard --logdir` shows, each run in its own folder there."""
 
