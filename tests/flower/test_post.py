@@ -115,7 +115,7 @@ class Watched:
             grid=self.grid, nodes={"site-1": 7}, certs=folder / "certs", tokens=self.tokens, address="localhost:1"
         )
         self.notes, self.lost = list[str](), list[tuple[str, str]]()
-        self.desk = SimpleNamespace(note=self.notes.append, submit=self.lost.append)
+        self.desk = SimpleNamespace(note=self.notes.append, submit=lambda work, *args: self.lost.append(work(*args)))
         self.manager = SimpleNamespace(remove=lambda name, reason: (name, reason))
 
     def step(self) -> None:
