@@ -166,7 +166,7 @@ class KeyBook:
     _known: dict[tuple[str, bytes], PublicKey] = field(default_factory=dict)
 
     def signed(self, name: str, key: PublicKey) -> bytes:
-        """What a client signs, once a run."""
+        """The message that a client signs, once a run."""
         return repr((self.run, name, *key)).encode()
 
     def read(self, name: str, message: bytes) -> PublicKey:

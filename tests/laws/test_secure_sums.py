@@ -170,3 +170,11 @@ def test_every_method_is_taken_or_refused_in_one_line_with_what_to_take() -> Non
 def test_what_does_not_go_with_secure_sums_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         validate(replace_settings({"strategy": "fedavg", **SECURE, **given}, base=Config()))
+
+
+def test_a_rule_that_says_wrongly_that_it_needs_sums_alone_is_refused() -> None:
+    before = {client: model_of(0) for client in CLIENTS}
+    method = RULES["atlas_laplacian"](StrategyOptions(space="factors"))
+    federation = dataclasses.replace(FEDERATION, adjacency=1.0 - np.eye(len(CLIENTS)))
+    with pytest.raises(ConfigError, match="this strategy's rule is none for .*; have it say so"):
+        method.sum_groups(federation, before, round=1)

@@ -1,11 +1,13 @@
 """Digests made anew, as whoever alters a run's folder can make them."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.storage.jsonl import content_sha256
 
 
@@ -36,3 +38,18 @@ def resealed(file: Path, content: Any) -> None:
     """Write a sealed file with this content, as whoever can write a folder can."""
     plain = {key: value for key, value in content.items() if key != "sha256"}
     file.write_text(json.dumps(plain | {"sha256": content_sha256(plain)}))
+
+
+def check_altered_rows(folder: Path, altered: Sequence[tuple[str, float, str]]) -> None:
+    """Assert that the audit finds these (field, factor, fault) in rows of round two that say other privacy than was."""
+    whole = (folder / "metrics.jsonl").read_text()
+    for name, factor, message in altered:
+        changed = [json.loads(line) for line in whole.splitlines()]
+        row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
+        row[name] *= factor
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        (failure,) = audit_run(with_new_digests(folder)).failures
+        assert (failure.check, failure.client, failure.round) == ("epsilon", row["client"], 2)
+        assert message in failure.detail
+    (folder / "metrics.jsonl").write_text(whole)
+    with_new_digests(folder)

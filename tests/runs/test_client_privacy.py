@@ -1,17 +1,15 @@
 """Runs with client-level differential privacy: spent, recorded, audited, gone on with; the rest is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.resealing import with_new_digests
+from tests.runs.resealing import check_altered_rows
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
@@ -21,11 +19,20 @@ GIVEN = {
 }
 
 
+ALTERED = (
+    ("epsilon", 0.9, "it says epsilon"),
+    ("epsilon", 2.0, "spends epsilon"),
+    ("noise_multiplier", 1.1, "it says epsilon"),
+    ("paid_steps", 0.5, "it paid for"),
+)
+"""As in `test_privacy`, of the sums that a client is in."""
+
+
 @pytest.mark.core
 def test_a_run_spends_its_budget_goes_on_to_the_bit_and_is_audited(config: Make) -> None:
     whole = run_config(config(name="whole", **GIVEN))
     passing_audit(whole.folder, "epsilon")
-    check_altered_rows(whole.folder)
+    check_altered_rows(whole.folder, ALTERED)
     trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
     spent = {row["round"]: row["epsilon"] for row in trained}
     assert spent[1] < spent[2] < spent[3] and 4.9 < spent[3] <= 5.0
@@ -37,26 +44,6 @@ def test_a_run_spends_its_budget_goes_on_to_the_bit_and_is_audited(config: Make)
     assert same_tensors(state(whole.folder), state(parts.folder))
     other = run_config(config(name="other", **{**GIVEN, "epsilon": 4.0}))
     assert not same_tensors(state(whole.folder), state(other.folder))
-
-
-def check_altered_rows(folder: Path) -> None:
-    """Assert that the audit finds rows that say less noise, epsilon or sums than there were, each for what it is."""
-    whole = (folder / "metrics.jsonl").read_text()
-    for name, factor, message in (
-        ("epsilon", 0.9, "it says epsilon"),
-        ("epsilon", 2.0, "spends epsilon"),
-        ("noise_multiplier", 1.1, "it says epsilon"),
-        ("paid_steps", 0.5, "it paid for"),
-    ):
-        changed = [json.loads(line) for line in whole.splitlines()]
-        row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
-        row[name] *= factor
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-        (failure,) = audit_run(with_new_digests(folder)).failures
-        assert (failure.check, failure.client, failure.round) == ("epsilon", row["client"], 2)
-        assert message in failure.detail
-    (folder / "metrics.jsonl").write_text(whole)
-    with_new_digests(folder)
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
 """Runs with a budget of differential privacy: spent, recorded, gone on with; what is not covered is refused."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.deployment.privacy_record import PrivacyRecord
@@ -15,7 +13,18 @@ from atlas_fl.storage.jsonl import read_json
 from tests.runs.federation import SITES, Federations
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.resealing import with_new_digests
+from tests.runs.resealing import check_altered_rows
+
+ALTERED = (
+    ("epsilon", 0.9, "it says epsilon"),
+    ("epsilon", 1.1, "it says epsilon"),
+    ("noise_multiplier", 1.1, "it says epsilon"),
+    ("noise_multiplier", 0.9, "spends epsilon"),
+    ("noise_multiplier", -1.0, "the noise multiplier is -"),
+    ("paid_steps", 0.5, "it paid for"),
+    ("steps", 0.5, "as planned"),
+)
+"""Fields of a row, the factor by which one is altered, and the fault that the audit then finds."""
 
 
 @pytest.mark.core
@@ -23,7 +32,7 @@ def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> N
     given = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0}
     whole = run_config(config(name="whole", **given))
     passing_audit(whole.folder, "epsilon")
-    check_altered_rows(whole.folder)
+    check_altered_rows(whole.folder, ALTERED)
     importance = np.array(read_json(whole.folder / "plan.json")["importance"])
     assert np.ptp(importance) == 0 and not any(row["kind"] == "importance" for row in rows(whole.folder, "ledger"))
     trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
@@ -35,29 +44,6 @@ def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> N
     assert same_tensors(state(whole.folder), state(parts.folder))
     plain = run_config(config(name="plain", **{**given, "dp": "none", "epsilon": 8.0}))
     assert not same_tensors(state(whole.folder), state(plain.folder))
-
-
-def check_altered_rows(folder: Path) -> None:
-    """Assert that the audit finds rows that say less noise, epsilon or steps than there were, each for what it is."""
-    whole = (folder / "metrics.jsonl").read_text()
-    for name, factor, message in (
-        ("epsilon", 0.9, "it says epsilon"),
-        ("epsilon", 1.1, "it says epsilon"),
-        ("noise_multiplier", 1.1, "it says epsilon"),
-        ("noise_multiplier", 0.9, "spends epsilon"),
-        ("noise_multiplier", -1.0, "the noise multiplier is -"),
-        ("paid_steps", 0.5, "it paid for"),
-        ("steps", 0.5, "as planned"),
-    ):
-        changed = [json.loads(line) for line in whole.splitlines()]
-        row = next(row for row in changed if row.get("round") == 2 and row.get("split") == "train")
-        row[name] *= factor
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-        (failure,) = audit_run(with_new_digests(folder)).failures
-        assert (failure.check, failure.client, failure.round) == ("epsilon", row["client"], 2)
-        assert message in failure.detail
-    (folder / "metrics.jsonl").write_text(whole)
-    with_new_digests(folder)
 
 
 def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,14 +69,18 @@ def sum_groups(
 ) -> tuple[SumGroup, ...]:
     """The groups that these matrices average, those of a round in which all clients take part.
 
-    Raises ConfigError where a client would be summed with fewer than two others.
+    Raises ConfigError where a client would be summed with fewer than two others, and for rows that are no averages.
     """
     clients, found = federation.clients, dict[tuple[tuple[int, ...], str], list[str]]()
     for key in sorted({key for params in models.values() for key in shared_params(params, share)}):
         holders = {k for k, client in enumerate(clients) if key in models[client]}
         for group in groups_of(matrices(key)):
             if group.sources[0] in holders:
-                assert len(group.rows) == 1 and {*group.targets[0]} == {*group.sources}, "such a rule is no average"
+                if len(group.rows) != 1 or {*group.targets[0]} != {*group.sources}:
+                    raise ConfigError(
+                        f"--secure and --dp client are of averages over groups, and this strategy's rule is none for"
+                        f" {key}; have it say so (Method.not_a_sum), or take --strategy fedit"
+                    )
                 task = federation.head_groups[group.sources[0]]
                 what = f"the head of {task}" if key.startswith(HEAD) else "the adapters"
                 found.setdefault((group.sources, what), []).append(key)
