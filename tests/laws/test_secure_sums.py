@@ -176,5 +176,5 @@ def test_a_rule_that_says_wrongly_that_it_needs_sums_alone_is_refused() -> None:
     before = {client: model_of(0) for client in CLIENTS}
     method = RULES["atlas_laplacian"](StrategyOptions(space="factors"))
     federation = dataclasses.replace(FEDERATION, adjacency=1.0 - np.eye(len(CLIENTS)))
-    with pytest.raises(ConfigError, match="this strategy's rule is none for .*; have it say so"):
+    with pytest.raises(ConfigError, match="this strategy's rule is none for "):
         method.sum_groups(federation, before, round=1)
