@@ -208,8 +208,8 @@ def test_mishaps_are_listed_once_with_their_rounds(make_run) -> None:
     rows = {row["client"]: row for row in table_of(page_of(run), "Events")}
     assert set(rows) == {"movie-1", "trec-0", "trec-1", "trec-2"}
     assert (rows["trec-0"]["event"], rows["trec-0"]["times"], rows["trec-0"]["rounds"]) == ("missing", 2, "3, 5")
-    assert rows["movie-1"]["why, or by whom"] == "head.bias: NaN"
-    assert rows["trec-2"]["why, or by whom"] == "movie-0"
+    assert rows["movie-1"]["detail"] == "head.bias: NaN"
+    assert rows["trec-2"]["detail"] == "movie-0"
 
 
 def test_how_personal_models_are_is_what_was_measured_last(make_run) -> None:

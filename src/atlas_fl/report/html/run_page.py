@@ -61,7 +61,7 @@ def run_page(run: Path | str) -> Page:
         ],
         ("sharing", "How personal each model is"): [*charts_of(record, "sharing")],
         ("costs", "What it cost"): _costs(record),
-        ("events", "Who was refused, missing, late or hosted"): _events(record),
+        ("events", "Events of the rounds"): _events(record),
         ("plugins", "Figures of plug-ins"): [*plugin_charts(record).values()],
         ("settings", "Settings, and how to make it again"): _settings(folder),
     }
@@ -239,7 +239,7 @@ def _costs(record: Record) -> list[Block]:
 
 
 def _events(record: Record) -> list[Block]:
-    """Clients that were refused, missing, late or hosted; nothing where there is none."""
+    """Clients that were refused, missing, late or hosted, and secure sums; empty where there are none."""
     events: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for row in record.metrics:
         if "event" in row and row["event"] not in ("mixed", "timed", MEASURED):
@@ -248,7 +248,7 @@ def _events(record: Record) -> list[Block]:
     rows: list[list[Cell]] = []
     for (client, event, detail), at in events.items():
         rows.append([client, event, count(len(at)), first_of(at), detail])
-    columns = ("client", "event", "times", "rounds", "why, or by whom")
+    columns = ("client", "event", "times", "rounds", "detail")
     return [Table(title="Events", columns=columns, rows=rows)] if rows else []
 
 
