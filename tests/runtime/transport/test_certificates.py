@@ -2,14 +2,17 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.runtime.transport.certificates import Certs, make_certs, open_certs
+from atlas_fl.runtime.transport.certificates import Certs, make_certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.frames import encode_frame
 from atlas_fl.runtime.transport.server import METHOD, SERVICE
 from atlas_fl.runtime.transport.sessions import PROTOCOL
@@ -113,3 +116,13 @@ def test_a_server_of_another_authority_is_refused_by_a_site(folder: Path, served
 def test_a_site_is_told_before_it_knocks_that_its_time_is_over_or_has_not_come(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}/cert.pem is expired or not valid yet: it holds from .*; make a new"):
         open_certs(folder / "fed" / name)
+
+
+def test_a_key_of_rsa_signs_no_secure_sums(folder: Path) -> None:
+    certs = open_certs(folder / "fed" / "site-1")
+    assert private_key_of(certs).key_size == 256
+    pem = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with pytest.raises(ConfigError, match="is no key of an elliptic curve, and secure sums need one; make it with"):
+        private_key_of(replace(certs, key=pem))

@@ -213,9 +213,13 @@ def common_name(pem: bytes) -> str:
 
 
 def private_key_of(certs: Certs) -> ec.EllipticCurvePrivateKey:
-    """The key of a site's own certificate."""
+    """The key of a site's own certificate; raises `ConfigError` for one that signs no secure sums."""
     key = serialization.load_pem_private_key(certs.key, password=None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey), "there are no others"
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(
+            f"{certs.folder / KEY} is no key of an elliptic curve, and secure sums need one; make it"
+            " with `atlas certs request`"
+        )
     return key
 
 
