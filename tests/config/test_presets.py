@@ -1,7 +1,7 @@
 import pytest
 
 from atlas_fl.config import config_hash
-from atlas_fl.config.presets import find_preset, presets
+from atlas_fl.config.presets import find_preset, presets, with_own_data
 from atlas_fl.errors import ConfigError
 
 
@@ -26,6 +26,21 @@ def test_smoke_is_small_and_uniform() -> None:
     assert config.ranks.ranks == "4"
     assert len(config.data.tasks) * config.data.clients_per_task == 4
     assert config.training.rounds * config.data.samples <= 50
+
+
+@pytest.mark.parametrize(
+    ("row", "samples"),
+    [
+        ("triage=all.csv,client=hospital", None),
+        ("triage,labels=routine|urgent", None),  # its sites bring their files
+        ("triage=all.csv", 200),
+        ("triage=all.csv,labels=routine|urgent", 200),
+    ],
+)
+def test_who_brings_rows_of_its_own_trains_on_all_of_them(row: str, samples: int | None) -> None:
+    config = with_own_data(find_preset("quick"), [row], tasks=None, said=())
+    assert config.data.samples == samples
+    assert with_own_data(find_preset("quick"), [row], tasks=None, said={"samples"}).data.samples == 200
 
 
 def test_an_unknown_preset_has_its_nearest() -> None:

@@ -107,6 +107,7 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
             {},
             r"--delta is 0\.1, and a client has 20 examples; allowed: below one",
         ),
+        (with_values(private, {"delta": "0.04"}), {}, r"the server's --delta: 0\.04; allowed: at most 0\.037"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_settings(config, consent(**choices), client=client, device="cpu_2gb")

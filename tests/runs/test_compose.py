@@ -39,6 +39,18 @@ def test_the_commands_of_the_compose_file_are_a_federation(programs: Programs, t
     assert len(list((tmp_path / "site").glob("*/adapter_config.json"))) == 3
 
 
+def test_each_service_of_the_compose_file_sees_its_own_certificates_alone() -> None:
+    compose: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        mounts = [volume for volume in service["volumes"] if "certs" in str(volume)]
+        if name == "certs":
+            assert mounts == ["certs:/home/atlas/certs"]
+        else:
+            (mount,) = mounts
+            assert (mount["volume"], mount["read_only"]) == ({"subpath": name}, True)
+            assert mount["target"] == f"/home/atlas/certs/{name}"
+
+
 def pods() -> list[list[str]]:
     documents = [
         document

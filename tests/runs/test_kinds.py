@@ -18,6 +18,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run
 from atlas_fl.params import PRIVATE
 from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
+from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
 from tests.runs.federation import Federation
@@ -173,7 +174,7 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     (task,) = config.data.tasks
     fed = Federation(config, tmp_path, {f"{task}-0": DEVICE, f"{task}-1": DEVICE}, programs, finished)
     try:
-        fed.complete()
+        _, said = fed.complete()
     finally:
         programs.kill_all()
     served, simulated = state(fed.served.path), state(fed.simulated)
@@ -188,6 +189,10 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     )
     assert sent == expected
     passing_audit(fed.served.path)
+    clients = read_json(fed.served.summary)["clients"]
+    for client, words in zip(fed.sites, said, strict=True):
+        line = f"score on test, round {config.training.rounds}: {clients[client]['final']['test']['primary']:.3f}"
+        assert (line in words) is (f"{client}=" not in config.split.split)  # behind a cut the server has the head
 
 
 def without(keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

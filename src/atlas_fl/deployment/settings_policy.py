@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.client.privacy import noise_multiplier
+from atlas_fl.client.privacy import delta_of, noise_multiplier
 from atlas_fl.config import Config, config_hash, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_setting
 from atlas_fl.config.settings import settings, value_of
@@ -139,7 +139,10 @@ def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> 
         )
     if consent.epsilon is not None:
         _check("the server's --epsilon", training.epsilon, most=consent.epsilon, option="--epsilon")
-    noise_multiplier(len(client.train), train_options(config, with_images=client.task.images))  # it can be found
+    examples = len(client.train)
+    most = delta_of(examples, None)
+    _check("the server's --delta", delta_of(examples, training.delta), most=most, why="it is the default")
+    noise_multiplier(examples, train_options(config, with_images=client.task.images))  # it can be found
 
 
 def _check_sizes(config: Config, consent: SiteChoices, task: Task) -> None:

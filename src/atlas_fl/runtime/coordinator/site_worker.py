@@ -10,7 +10,7 @@ from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE
 from atlas_fl.client.split_client import client_side_of
 from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import AtlasError, DataError, ModelError, ProtocolError, one_line
-from atlas_fl.events import OnEvent, PhaseStarted
+from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumSite
 from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
@@ -159,6 +159,8 @@ class SiteClient:
                 crossing = client_side_of(job, site, indices=cut_info.places, server=channel)
                 update = CLIENT_SIDE[action](job, site, crossing)
                 closing_messages = crossing.closing
+            if "primary" in update.metrics:  # else the server has the head
+                self.on_event(Note(f"score{on}, round {job.round}: {update.metrics['primary']:.3f}"))
         except ProtocolError:
             raise
         except ModelError as error:
