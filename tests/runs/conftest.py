@@ -40,6 +40,8 @@ COMPUTE_ANEW = (
 """Modules about how the work of clients is computed: by workers, from a cache, in what precision, twice alike."""
 PLAN_ANEW = ("test_same_bits", "test_split")
 """Modules whose runs plan with as many batches as those of users do."""
+DRAW_ANEW = ("test_alone", "test_same_bits")
+"""Modules whose runs draw test examples as often as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -89,6 +91,15 @@ def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Itera
         starts_programs = any("programs" in item.fixturenames for item in module)
         if not starts_programs and not request.module.__name__.endswith(PLAN_ANEW):
             patch.setattr("atlas_fl.setup.options.IMPORTANCE_BATCHES", 1)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples_are_drawn_a_few_times(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw them twenty times in the place of a thousand, each of which ranks the answers of a client anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.endswith(DRAW_ANEW):
+            patch.setattr("atlas_fl.experiment.alone.RESAMPLES", 20)
         yield
 
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from atlas_fl.config import Config, run_folder, to_toml, with_values
+from atlas_fl.experiment import alone
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.setup import options
 from atlas_fl.storage.jsonl import read_json, write_json
@@ -35,9 +36,10 @@ class FinishedRuns:
         """The result of `run(config)`, in the config's own folder, which is the test's to alter.
 
         Runs differ by every setting but folder and name, so by `audit` and `max_rounds` too, which are no part of the
-        hash, and by the batches of their planning (`importance_is_measured_on_one_batch`).
+        hash, and by the batches of their planning (`importance_is_measured_on_one_batch`) and the draws of their scores
+        (`examples_are_drawn_a_few_times`).
         """
-        settings = f"{options.IMPORTANCE_BATCHES}\n{to_toml(_placed(config, self.folder))}"
+        settings = f"{options.IMPORTANCE_BATCHES} {alone.RESAMPLES}\n{to_toml(_placed(config, self.folder))}"
         original = self.folder / sha256(settings.encode()).hexdigest()[:16]
         with locked(original.with_suffix(".lock")):
             if not original.exists():
