@@ -24,7 +24,7 @@ from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit
 from tests.runs.sessions import check_same_runs, in_sessions
-from tests.runs.workers import check_same
+from tests.runs.workers import check_same, run_in_threads
 
 HOSPITALS = {"Mary": (0, 60), "north": (60, 160), "south": (160, 300)}
 COLUMNS = "text=note,label=triage"
@@ -215,7 +215,7 @@ def test_several_labels_end_with_the_same_bits_in_workers_and_in_sessions(
     hospitals: Callable[..., Config], finished: FinishedRuns, values: dict[str, str]
 ) -> None:
     run = finished(hospitals(LABELS, **values)).folder
-    check_same(run, run_config(hospitals(LABELS, name="workers", workers=2, **values)).folder)
+    check_same(run, run_in_threads(hospitals(LABELS, name="workers", **values), 2).folder)
     check_same_runs(run, in_sessions(hospitals(LABELS, name="sessions", max_rounds=1, **values)).folder)
     (task,) = read_json(RunFolder(run).summary)["tasks"].values()
     assert task["metric"] == "micro f1"

@@ -18,7 +18,7 @@ from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Programs
 from tests.runs.reading import same_tensors
 from tests.runs.sessions import check_same_runs, in_sessions
-from tests.runs.workers import check_same
+from tests.runs.workers import check_same, run_in_threads
 
 WORDS = [str(number) for number in range(10, 60)]
 """A token each."""
@@ -73,7 +73,7 @@ def test_two_workers_and_a_resumed_run_train_on_the_same_tokens(
     make: Callable[..., Config], truncate: str, tmp_path: Path
 ) -> None:
     folder = run_config(make(truncate, name="alone")).folder
-    check_same(folder, run_config(make(truncate, name="workers", workers=2)).folder)
+    check_same(folder, run_in_threads(make(truncate, name="workers"), 2).folder)
     check_same_runs(folder, in_sessions(make(truncate, name="sessions", max_rounds=1)).folder)
     exported = export_client(folder, client="north", to=tmp_path / "exported") / "adapter_model.safetensors"
     assert same_tensors(read_tensors(exported), read_tensors(folder / "adapters/north/adapter_model.safetensors"))

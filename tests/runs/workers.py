@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.backends import (
+    BACKENDS,
     Allocate,
     Backend,
     in_process_backend,
@@ -23,7 +25,7 @@ from atlas_fl.experiment.backends import (
     share_weights,
     worker_init_messages,
 )
-from atlas_fl.experiment.run import run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
@@ -85,6 +87,13 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
             yield assembly, pool_engine(assembly, workers, threads, on_event)
 
     return backend
+
+
+def run_in_threads(config: Config, count: int) -> RunResult:
+    """The run of this config by so many workers in threads, which leaves all behind that `--workers` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, config.run.engine, in_threads(count))
+        return run_config(config)
 
 
 @dataclass(frozen=True)
