@@ -44,6 +44,7 @@ SOME: Mapping[str, Any] = {"rounds": 2, "participation": 0.75, "dropout": 0.1, "
 """Some clients a round, so that what is asked for once is asked for in two rounds."""
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "halves": {"strategy": "kriging", "measure_round": 1},
+    "class features": {"strategy": "fedpac"},
     "losses of clusters": {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2},
     "a head at the client": {"split": "movie=1,trec-0=1,trec-1=2", "head": "client", "eta": 0.3},
     "those of whole models": {
@@ -75,20 +76,13 @@ def test_workers_train_whole_models_of_images(image_config: Make, values: Mappin
     check_workers(image_config, **values, eval_every=1)
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_run_whose_rule_asks_for_more_than_updates(config: Make) -> None:
-    """Class features go up and means to pull to come down."""
-    settings = {"strategy": "fedpac", "rounds": 2}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder)
-
-
 def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(config: Make, whole: RunResult) -> None:
+    """Round one, which two processes make, has the files of the whole run, too."""
     before, told = children(), list[Event]()
 
     def kill(event: Event) -> None:
