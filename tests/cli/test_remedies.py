@@ -14,10 +14,13 @@ from packaging.requirements import Requirement
 from atlas_fl.cli.main import COMMANDS, main
 from atlas_fl.config.presets import presets
 from atlas_fl.storage.extras import install_command
+from tests.runs.conftest import save_bert
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src/atlas_fl"
 TINY = "--preset smoke --samples 8 --validation-samples 4 --test-samples 4 --batch-size 4 --fingerprint-steps 1"
+TINY += " --model tiny"
+"""A short run on the model of the folder `tiny`."""
 HOLE = "{}"
 """What a message fills in."""
 
@@ -111,8 +114,9 @@ def test_every_command_that_a_message_offers_is_in_a_table() -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that was stopped after a round, and certificates of two sites."""
+    """A folder with a tiny model, a run on it that was stopped after a round, and certificates of two sites."""
     made = tmp_path_factory.mktemp("stopped")
+    save_bert(made / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         assert main(["certs", "make", "certs", "--server", "localhost", "--client", "a", "--client", "b"]) == 0
@@ -171,9 +175,10 @@ def test_who_may_not_be_placed_is_told_what_can_be(
     for name, wards, first in (("all.csv", "NS", 0), ("old.csv", "S", 0), ("new.csv", "W", 40)):
         rows = [f"{ward} note {n} on {n % 7},{'ab'[n % 2]},{ward}" for ward in wards for n in range(first, first + 30)]
         Path(name).write_text("\n".join(["body,urgency,ward", *rows]))
+    save_bert(tmp_path / "tiny")
     whole = "--samples none --validation-samples none --test-samples none --fingerprint-steps 1 --clusters auto"
     task = "triage=all.csv,text=body,label=urgency,client=ward"
-    assert main(f"run --preset smoke {whole} --rounds 1 --name run --task {task}".split()) == 0
+    assert main(f"run --preset smoke --model tiny {whole} --rounds 1 --name run --task {task}".split()) == 0
     capsys.readouterr()
     assert main(["place", "runs/run", "--task", "triage=old.csv,text=body,label=urgency"]) == 2
     told = capsys.readouterr().err
