@@ -9,7 +9,8 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.data.registry import TASKS
 from atlas_fl.experiment.run import run_config
 
-QUICK = {"strategy": "fedavg", "rounds": 1, "samples": 16, "validation_samples": 8, "test_samples": 8, "alone": "none"}
+QUICK = {"strategy": "fedavg", "rounds": 1, "samples": 8, "validation_samples": 2, "test_samples": 4, "alone": "none"}
+QUICK |= {"fingerprint_steps": 1, "fingerprint_batches": 2, "batch_size": 4}
 PRESETS = ("raters", "senses", "senses-all-blocks", "countries", "countries-in-and-out", "editorials", "reviews")
 
 
