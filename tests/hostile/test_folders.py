@@ -22,6 +22,8 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
+from tests.runs.conftest import loaded_models as loaded_models
+from tests.runs.conftest import models_loaded_once as models_loaded_once
 from tests.runs.finished import FinishedRuns
 
 SECONDS = 120
@@ -96,8 +98,9 @@ def empty_file(path: Path, _: Path, __: random.Random) -> None:
 
 
 def huge(path: Path, _: Path, draw: random.Random) -> None:
+    # one in four fits into memory: a digest is taken of all of it, which takes a second
     with path.open("wb") as file:
-        file.truncate(draw.choice([1 << 31, 1 << 40]))
+        file.truncate(draw.choice([(1 << 30) + 1, *[1 << 40] * 3]))
 
 
 def deep(path: Path, _: Path, draw: random.Random) -> None:
