@@ -18,7 +18,7 @@ from tests.client.test_multitask import dense_loss
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
 OPTIONS = TrainOptions(
-    seed=3, batch_size=4, lr=0.05, clip=0.3, optimizer="sgd", epochs=2, dp="example", epsilon=4.0, delta=1e-3
+    seed=3, batch_size=4, lr=0.05, clip=0.3, optimizer="sgd", epochs=2, dp="example", epsilon=1.0, delta=1e-3
 )
 
 ORACLES = [  # q, noise multiplier, steps, delta, epsilon by privacy loss distributions
@@ -49,9 +49,9 @@ def test_one_full_batch_without_sampling_is_the_gaussian_mechanism() -> None:
 
 def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:
     options = dataclasses.replace(OPTIONS, rounds=5)
-    spent = [spending(40, options, paid_steps=20 * number)["epsilon"] for number in range(1, 6)]
+    spent = [spending(40, options, paid_steps=20 * number)["epsilon"] for number in (1, 4, 5)]
     assert spent == sorted(spent) and spent[0] < 0.8 * spent[-1]
-    assert 3.97 < spent[-1] <= 4.0
+    assert 0.99 < spent[-1] <= 1.0
     assert noise_multiplier(40, options) > noise_multiplier(400, options)
     assert noise_multiplier(40, dataclasses.replace(options, delta=None)) < noise_multiplier(40, options)
 
@@ -78,6 +78,7 @@ def test_steps_are_those_of_plain_torch_with_one_example_at_a_time(
 ) -> None:
     """Against the stock model with whole weights W + s B A, without noise; two clients are in the pack."""
     monkeypatch.setattr(private_training, "noise_multiplier", lambda *_: 0.0)
+    monkeypatch.setattr(private_training, "spending", lambda *_, **__: {})
     tiny = tiny_of("bert")
     specs = [
         spec_of(name=f"{name}-0", labels=labels, examples=count) for name, labels, count in zip("ab", (3, 2), (11, 6))

@@ -12,6 +12,7 @@ from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.clients import Sizes, site_client
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Source
+from atlas_fl.deployment import privacy_record
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.privacy_record import PrivacyRecord
 from atlas_fl.deployment.settings_policy import check_settings
@@ -20,7 +21,7 @@ from atlas_fl.storage.jsonl import read_json
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
-OPTIONS = TrainOptions(seed=0, rounds=3, batch_size=4, dp="example", epsilon=4.0, delta=1e-3)
+OPTIONS = TrainOptions(seed=0, rounds=3, batch_size=4, dp="example", epsilon=1.0, delta=1e-3)
 PRIVATE = {"dp": "example", "strategy": "fedavg", "alone": "none", "ranks": "4", "tasks": "movie+trec"}
 
 
@@ -30,14 +31,14 @@ def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_pat
     for number in (1, 2, 2, 3):  # a record of each session of a site that is started again
         assert PrivacyRecord(path=path, most=None).pay(f"{number}", 40, OPTIONS, 10) == 10 * number
     paid = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"epsilon 4\.\d+ with this round by .*a-privacy; allowed: 4; bring"):
+    with pytest.raises(ConfigError, match=r"epsilon 1\.\d+ with this round by .*a-privacy; allowed: 1; bring"):
         PrivacyRecord(path=path, most=None).pay("4", 40, OPTIONS, 10)
     assert path.read_bytes() == paid, "nothing is recorded of what was refused"
     assert PrivacyRecord(path=path, most=None).pay("3", 40, OPTIONS, 10) == 30, "the same question is still answered"
-    other = replace(OPTIONS, epsilon=2.0)  # another run on the same examples, whose rounds cost less
-    with pytest.raises(ConfigError, match=r"allowed: 4\.1;"):
-        PrivacyRecord(path=path, most=4.1).pay("5", 40, other, 10)
-    assert PrivacyRecord(path=path, most=6.0).pay("5", 40, other, 10) == 10
+    other = replace(OPTIONS, epsilon=0.5)  # another run on the same examples, whose rounds cost less
+    with pytest.raises(ConfigError, match=r"allowed: 1\.04;"):
+        PrivacyRecord(path=path, most=1.04).pay("5", 40, other, 10)
+    assert PrivacyRecord(path=path, most=1.5).pay("5", 40, other, 10) == 10
 
 
 def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
@@ -51,9 +52,10 @@ def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
 
 
 def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same_one(
-    tiny_of, site_of, spec_of, tmp_path: Path
+    tiny_of, site_of, spec_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By equal noise under two start models, or with and without an example, a difference would show the examples."""
+    monkeypatch.setattr(privacy_record, "epsilon_of_all", lambda *_: 0.0)
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=12)
     record = PrivacyRecord(path=tmp_path / "a-privacy", most=100.0)
     site = replace(site_of(tiny, spec), secrets={"a-0": b"s" * 32}, seed=None, pay=record.pay)
