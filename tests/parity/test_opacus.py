@@ -17,7 +17,7 @@ pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
 RECORDED = json.loads((Path(__file__).parent / "opacus_sums.json").read_text())
 OPTIONS = TrainOptions(
-    seed=3, batch_size=12, max_steps=1, lr=1.0, clip=CLIP, optimizer="sgd", dp="example", epsilon=4.0, delta=1e-3
+    seed=3, batch_size=12, max_steps=1, lr=1.0, clip=CLIP, optimizer="sgd", dp="example", epsilon=1.0, delta=1e-3
 )
 
 

@@ -29,7 +29,7 @@ ALTERED = (
 
 @pytest.mark.core
 def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> None:
-    given = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0}
+    given = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 1.0}
     whole = run_config(config(name="whole", **given))
     passing_audit(whole.folder, "epsilon")
     check_altered_rows(whole.folder, ALTERED)
@@ -38,7 +38,7 @@ def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> N
     trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
     assert trained and not any("loss" in row for row in trained)
     by_client = {row["client"]: [r["epsilon"] for r in trained if r["client"] == row["client"]] for row in trained}
-    assert all(spent == sorted(spent) and 4.9 < spent[-1] <= 5.0 for spent in by_client.values())
+    assert all(spent == sorted(spent) and 0.98 < spent[-1] <= 1.0 for spent in by_client.values())
     parts = run_config(config(name="parts", max_rounds=1, **given))
     parts = resume_run(parts.folder)
     assert same_tensors(state(whole.folder), state(parts.folder))
@@ -69,12 +69,12 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
 @pytest.mark.slow
 def test_sites_spend_their_own_budgets_and_the_audit_computes_them_again(federation: Federations, config: Make) -> None:
     """With their secrets a simulation has the same bits; without, it has others. A budget of its own stops a site."""
-    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0, "rounds": 2}
+    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 1.0, "rounds": 2}
     fed = federation(SITES, **values)
     server, port = fed.serve("--min-clients", "1")
-    sites = [fed.join(name, port, "--dp", "example", "--epsilon", "5") for name in SITES]
+    sites = [fed.join(name, port, "--dp", "example", "--epsilon", "1") for name in SITES]
     said = [site.end() for site in sites]
-    assert "with noise of epsilon 5 for each example" in said[0]
+    assert "with noise of epsilon 1 for each example" in said[0]
     server.end()
     passing_audit(fed.served.path, "epsilon")
     fed.is_as_simulated()
@@ -86,11 +86,11 @@ def test_sites_spend_their_own_budgets_and_the_audit_computes_them_again(federat
 
 @pytest.mark.slow
 def test_a_site_whose_budget_is_spent_trains_no_more_and_the_run_goes_on(federation: Federations) -> None:
-    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 5.0, "rounds": 2}
+    values = {"strategy": "fedavg", "ranks": "4", "alone": "none", "dp": "example", "epsilon": 1.0, "rounds": 2}
     fed = federation(SITES, **values)
     first = next(iter(SITES))
-    options = TrainOptions(seed=0, rounds=2, batch_size=8, dp="example", epsilon=5.0)
-    PrivacyRecord(path=fed.folder / f"{first}-privacy", most=5.0).pay("a round of another run", 24, options, 3)
+    options = TrainOptions(seed=0, rounds=2, batch_size=8, dp="example", epsilon=1.0)
+    PrivacyRecord(path=fed.folder / f"{first}-privacy", most=1.0).pay("a round of another run", 24, options, 3)
     server, port = fed.serve("--min-clients", "1")
     sites = [fed.join(name, port) for name in SITES]
     for site in sites:
