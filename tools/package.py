@@ -170,8 +170,9 @@ def run_in_new_environment(wheel: Path, folder: Path, *, python: str) -> None:
 def _step(name: str, command: Sequence[str | Path], *, cwd: Path) -> None:
     """Run a command outside of this project's sources, and say how long it took; ends the process where it fails."""
     start_time = time.perf_counter()
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    # for pip this is the value of `compile`: what is imported once need not all be compiled
+    left_out = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    clean = {key: value for key, value in os.environ.items() if key not in left_out}
+    # for pip this is the value of `compile`: what is imported need not all be compiled, and is so by the first command
     clean |= {"PIP_NO_COMPILE": "0"}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     if done.returncode:
