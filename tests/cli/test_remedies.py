@@ -28,11 +28,11 @@ HOLE = "{}"
 def texts() -> Iterator[str]:
     """Every text of the sources that is no docstring, with holes for what is filled in, and the rows of the tables."""
     for path in SOURCES.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
         # a docstring is a statement of its own
-        parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if id(node) in parts:
                 continue
             if isinstance(node, ast.JoinedStr):
