@@ -9,7 +9,7 @@ from atlas_fl.config import load_config
 from atlas_fl.storage.run_folder import RunFolder
 
 TINY = ["--preset", "smoke", "--samples", "8", "--validation-samples", "4", "--test-samples", "4", "--batch-size", "4"]
-TINY += ["--fingerprint-steps", "1"]
+TINY += ["--fingerprint-steps", "1", "--alone", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,8 @@ def test_users_of_leaf_are_clients_from_run_to_place(atlas, tmp_path) -> None:
         leaf = {"users": list(users), "num_samples": [count] * 3, "user_data": users}
         (tmp_path / f"leaf/{split}/all_data_niid_keep_0_{split}_9.json").write_text(json.dumps(leaf))
     task = f"mood={tmp_path}/leaf,text=x.4,label=y"
-    words = ["--preset", "smoke", "--fingerprint-steps", "1", "--name", "moods", "--runs-dir", str(tmp_path)]
+    words = ["--preset", "smoke", "--fingerprint-steps", "1", "--alone", "none"]
+    words += ["--name", "moods", "--runs-dir", str(tmp_path)]
     assert atlas("run", *words, "--clusters", "auto", "--task", f"{task},client=user").code == 0
     summary = json.loads((tmp_path / "moods/summary.json").read_text())
     assert set(summary["clients"]) == {"user-7", "ann", "bob"}
