@@ -83,8 +83,10 @@ def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_results_is_what_its_command_writes(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    words = ["results", str(ROOT / "benchmarks" / "equal_terms.csv"), "--control", "fedavg", "--all", "--to", str(page)]
+@pytest.mark.parametrize(
+    ("rows", "page"), [("equal_terms.csv", "results.md"), ("new_federations.csv", "results-new-data.md")]
+)
+def test_the_page_of_results_is_what_its_command_writes(rows: str, page: str, tmp_path: Path) -> None:
+    words = ["results", str(ROOT / "benchmarks" / rows), "--control", "fedavg", "--all", "--to", str(tmp_path / page)]
     assert main(words) == 0
-    assert page.read_text() == (ROOT / "docs" / "results.md").read_text()
+    assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
