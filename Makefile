@@ -54,7 +54,7 @@ unit: setup
 
 # more workers than cores: servers and sites wait for each other
 test-rest: setup .venv/llm.stamp
-	$(PYTEST) -n 5 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
+	$(PYTEST) -n 4 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
 	$(BIN)/python -m tools.package $(PYTHONS)

@@ -54,6 +54,7 @@ def test_a_cluster_that_is_not_there_is_told_in_a_line(config: Make, monkeypatch
 def _cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_worker_niceness", "0")  # Ray's 15 waits minutes beside other tests
         with ray_cluster():
             yield
     assert not ray.is_initialized()
