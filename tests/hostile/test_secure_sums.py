@@ -29,6 +29,9 @@ from tests.runs.reading import audited, passing_audit, same_tensors, state
 FOUR = tuple(f"movie-{k}" for k in range(4))
 GIVEN = {"strategy": "fedit", "ranks": "4", "secure": True, "clients_per_task": 4, "rounds": 2, "max_share": 0.5}
 
+PARTLY = ("fedsa", "fedrep")
+"""Further methods that share a part of the model."""
+
 
 @pytest.fixture(scope="module")
 def usual(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
@@ -53,6 +56,34 @@ def test_sites_end_where_a_simulation_does(usual: Recording, shared_config: Call
     (trained,) = audited(usual.found.folder, 1, "summed")
     by_site = [{key: one for key, one in trained.items() if key.startswith(f"{name}/")} for name in FOUR]
     assert len({tuple(float(one.sum()) for one in params.values()) for params in by_site}) == 1  # sums alone
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("fedper", marks=pytest.mark.core),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PARTLY),
+    ],
+)
+def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
+    strategy: str, shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    given = {**GIVEN, "strategy": strategy, "space": "factors", "tasks": "movie", "pack_tokens": 1}
+    made = shared_config(name=f"secure-{strategy}", **given)
+    found = record(made, tmp_path, FOUR, secure=4, allow=("partial-training",))
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    plain = run_config(shared_config(name=f"plain-{strategy}", secrets=str(tmp_path), **{**given, "secure": False}))
+    whole, summed = state(plain.folder), state(found.found.folder)
+    travelled = [name for name, one in summed.items() if one.is_floating_point() and one.numel()]
+    assert any("lora_A" in name for name in travelled)
+    for name in travelled:
+        assert (whole[name] - summed[name]).abs().max() <= 1e-5, name
+    kept = {name: one for name, one in whole.items() if one.is_floating_point() and not summed[name].numel()}
+    assert kept
+    for name, one in kept.items():  # what a site kept to itself is that of the simulation
+        _, client, key = name.split("/")
+        assert (one - found.whole[client][key]).abs().max() <= 1e-5, name
+    passing_audit(found.found.folder)
 
 
 def test_nothing_that_leaves_a_site_holds_its_model(usual: Recording) -> None:

@@ -110,7 +110,7 @@ def _certify(options: cli.CertsOptions) -> list[str]:
         made = certificates.request_cert(Path(options.to or subject), name=subject)
         return [
             f"made {made}; its key is {made.with_name(certificates.KEY)} and stays here",
-            "send the request to who runs the server, for `atlas certs sign`, and put the"
+            "send the request to the holder of the folder ca, for `atlas certs sign`, and put the"
             f" {certificates.CA} and {certificates.CERT} that come back into {made.parent}",
         ]
     folders: Sequence[Path]

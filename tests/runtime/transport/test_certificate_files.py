@@ -303,7 +303,7 @@ def test_nothing_is_writable_or_a_key_readable_by_others_whatever_the_umask(tmp_
     ("servers", "clients", "days", "message"),
     [
         ([], ["site-1"], 1, "--server is missing"),
-        (["localhost"], [], 1, "--client is missing"),
+        ([], [], 1, "--client is missing; .* or the --server alone"),
         (["localhost"], ["a/b"], 1, "client 'a/b' cannot be a name; allowed: up to 63 letters"),
         (["localhost"], [".."], 1, "cannot be a name"),
         (["localhost"], ["server"], 1, "cannot be a name"),
@@ -316,6 +316,17 @@ def test_mistakes_are_told_and_leave_nothing(servers, clients, days, message, tm
     with pytest.raises(ConfigError, match=message):
         make_certs(tmp_path / "certs", servers=servers, clients=clients, days=days)
     assert not (tmp_path / "certs").exists()
+
+
+def test_a_federation_begins_without_sites_whose_keys_stay_with_them(tmp_path: Path) -> None:
+    made = make_certs(tmp_path / "certs", servers=["localhost"], clients=[])
+    assert [folder.name for folder in made] == ["ca", "server"]
+    assert read_list(tmp_path / "certs/server") == {}
+    for name in ("north", "south"):
+        request = request_cert(tmp_path / name, name=name)
+        signed = sign_request(request, folder=tmp_path / "certs")
+        assert {path.name for path in signed.iterdir()} == {"ca.pem", "cert.pem"}
+    assert list(read_list(tmp_path / "certs/server")) == ["north", "south"]
 
 
 def test_missing_and_mixed_files_are_told(folder: Path) -> None:

@@ -52,7 +52,7 @@ class SumSite:
         self._round, self._trained = job.round, {**job.params, **trained}
         self._sums.clear()
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
-        return {**head, "same": "private" not in head}, rest
+        return {**head, "same": "private" not in head, "withheld": sorted(trained)}, rest
 
     def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""

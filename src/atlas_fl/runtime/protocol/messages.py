@@ -171,6 +171,8 @@ class AnswerHead:
     same: bool
     """The model is the job's own, and is not sent."""
     classes: Mapping[Literal["hits", "examples", "predicted"], tuple[Count, ...]] | None
+    withheld: tuple[str, ...] = ()
+    """Names of trained tensors that go into secure sums alone; the job's own stand for them."""
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -203,7 +205,8 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         or any(map(gt, classes["hits"], map(min, classes["examples"], classes["predicted"])))
     ):
         raise ProtocolError(f"the counts by class are {short_repr(classes)}; install the same atlas-fl on both ends")
-    params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    came = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    params: Params = {**{key: job.params[key] for key in said.withheld if key in job.params}, **came}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
         params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)

@@ -96,6 +96,7 @@ def make_certs(
 ) -> tuple[Path, ...]:
     """The folders of a new federation: `ca`, `server`, and one for each client; each holds exactly what it needs.
 
+    Without clients the sites make their own keys (`request_cert`), which `sign_request` adds.
     `servers` are the host names and addresses under which clients reach the server. Where the authority exists already,
     leave them out: the clients are added, and `server/clients.txt` lists them with the others. `now` is the time from
     which the certificates hold, for `days` days, and never longer than their authority's.
@@ -418,8 +419,8 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
 
 def _check_new(folder: Path, servers: Sequence[str], clients: Sequence[str]) -> None:
     """Raise `ConfigError` for a bad name, and where one of these is there already."""
-    if not clients:
-        raise ConfigError("--client is missing; name at least one site, as --client site-1")
+    if not clients and not servers:
+        raise ConfigError("--client is missing; name at least one site, as --client site-1, or the --server alone")
     _check_names(clients)
     for host in servers:
         if not _NAME.fullmatch(host) and not _address(host):
