@@ -195,6 +195,10 @@ def another_round(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
     return {**head, "round": 2}, tensors
 
 
+def other_tensors(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    return {**head, "group": {**head["group"], "keys": ["another.lora_A"]}}, tensors
+
+
 def no_begin(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
     return {**head, "step": "shares"}, tensors
 
@@ -221,7 +225,7 @@ def own_certificate(folder: Path) -> Callable[[dict[str, Any], dict[str, Any]], 
     ("step", "lie", "line"),
     [
         ("keys", fewer, "is of 3 sites, and this one takes part in sums of 4 or more, with it; nothing was sent"),
-        ("keys", another_round, "is not of the model that this site has trained, or is its second; nothing was sent"),
+        ("keys", other_tensors, "is not of the model that this site has trained, or is its second; nothing was sent"),
         ("keys", no_begin, "asks for 'shares' of a sum that has not begun"),
         ("shares", own_certificate, "a certificate of 'movie-3' is not of this authority"),
         ("reveal", other_lists, "has 1 confirmations of the list of survivors that it gave this client, and 3 are"),
@@ -238,6 +242,17 @@ def test_a_server_that_lies_ends_a_site_with_one_line(
     assert not any("lora" in name for tensors in said for name in tensors)
     steps = [answer[0].get("step") for _, answer in found.spoken["movie-0"].turns]
     assert (steps.count("mask") > 0) is (step == "reveal")
+
+
+@pytest.mark.slow
+def test_a_site_is_in_no_sum_of_a_round_in_which_it_has_not_trained_and_goes_on(
+    federated: Callable[..., Recording],
+) -> None:
+    """As one that was started again while the others trained."""
+    found = federated(lies("keys", another_round), secure=4)
+    assert (found.found.error, found.found.refused) == (None, {})
+    assert found.found.noted("this site has trained nothing in round 2 since its start, and is in no sum of it")
+    assert "failed" in [head["kind"] for (head, _), _ in found.spoken["movie-0"].turns]
 
 
 def site_of(usual: Recording) -> SumSite:

@@ -51,6 +51,16 @@ def test_each_service_of_the_compose_file_sees_its_own_certificates_alone() -> N
             assert mount["target"] == f"/home/atlas/certs/{name}"
 
 
+def test_the_image_copies_named_things_alone() -> None:
+    """A clone in use may hold keys and data."""
+    copies = [
+        line.split()[1:-1] for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("COPY")
+    ]
+    names = {name for sources in copies for name in sources}
+    assert names >= {"pyproject.toml", "requirements", "src", "tools"}
+    assert all((DEPLOY.parent / name).exists() and name != "." for name in names)
+
+
 def pods() -> list[list[str]]:
     documents = [
         document

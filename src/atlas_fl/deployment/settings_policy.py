@@ -107,7 +107,8 @@ def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, 
     examples = len(client.train)
     why = "a server that chooses the models can read texts out of about as many updates as there are examples"
     what = f"rounds in which the server's --rounds may train this site on its {examples} examples"
-    _check(what, expected, most=most_rounds(consent, examples=examples), why=why, option="--max-rounds-per-example")
+    option = "--max-rounds-per-example, or bring more data"
+    _check(what, expected, most=most_rounds(consent, examples=examples), why=why, option=option)
 
 
 def key_book(config: Config, *, ca: bytes) -> KeyBook:
@@ -122,9 +123,7 @@ def _check(what: str, value: float, *, least: float = -inf, most: float = inf, w
     allowed = f"at least {least:,}" if value < least else f"at most {most:,}"
     because = f", because {why}" if why else ""
     change = f", or change {option}" if option else ""
-    raise ConfigError(
-        f"{what}: {value:,}; allowed: {allowed}{because}; ask for other settings, bring more data{change}"
-    )
+    raise ConfigError(f"{what}: {value:,}; allowed: {allowed}{because}; ask for other settings{change}")
 
 
 def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> None:
@@ -176,9 +175,10 @@ def _check_examples(config: Config, consent: SiteChoices, client: ClientData) ->
     why = "what leaves this site would show single examples"
     for what, count in {**subsets, **_behind_report(config, client.train.label), **differences}.items():
         least = consent.least_examples
-        _check(f"training examples behind {what}", count, least=least, why=why, option="--least-examples")
+        option = "--least-examples, or bring more data"
+        _check(f"training examples behind {what}", count, least=least, why=why, option=option)
     for split, data in (("validation", client.validation), ("test", client.test)):
-        _check(f"examples of this site's {split} split", len(data), least=LEAST_HELD_OUT, why=why)
+        _check(f"examples of this site's {split} split", len(data), least=LEAST_HELD_OUT, why=why, option="the data")
 
 
 def allowances_needed(config: Config, *, client: str, task: Task, device: str) -> dict[Allowance, str]:

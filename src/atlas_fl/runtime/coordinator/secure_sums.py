@@ -52,7 +52,7 @@ class SumSite:
         self._round, self._trained = job.round, {**job.params, **trained}
         self._sums.clear()
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
-        return {**head, "same": "private" not in head, "withheld": sorted(trained)}, rest
+        return {**head, "withheld": sorted(trained)}, rest
 
     def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""
@@ -71,9 +71,11 @@ class SumSite:
         return answer
 
     def _check(self, group: SumGroup, *, round: int) -> None:
-        """Raise ProtocolError unless this site takes part in this sum."""
+        """Raise DataError in a round without training here, ProtocolError for a sum that breaks the protocol."""
+        if round != self._round:
+            raise DataError(f"this site has trained nothing in round {round} since its start, and is in no sum of it")
         summed = {key for keys in self._sums for key in keys}
-        if round != self._round or not {*group.keys} <= self._trained.keys() - summed:
+        if not {*group.keys} <= self._trained.keys() - summed:
             raise ProtocolError(
                 "the server's sum is not of the model that this site has trained, or is its second; nothing was sent:"
                 " ask who runs it"
