@@ -171,8 +171,6 @@ class AnswerHead:
     same: bool
     """The model is the job's own, and is not sent."""
     classes: Mapping[Literal["hits", "examples", "predicted"], tuple[Count, ...]] | None
-    withheld: tuple[str, ...] = ()
-    """Names of trained tensors that go into secure sums alone; the job's own stand for them."""
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -206,7 +204,8 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
     ):
         raise ProtocolError(f"the counts by class are {short_repr(classes)}; install the same atlas-fl on both ends")
     came = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
-    params: Params = {**{key: job.params[key] for key in said.withheld if key in job.params}, **came}
+    withheld: tuple[str, ...] = read(tuple[str, ...], head.get("withheld", ()), "the answer: withheld")
+    params: Params = {**{key: job.params[key] for key in withheld if key in job.params}, **came}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
         params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)
