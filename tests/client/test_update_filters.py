@@ -29,11 +29,19 @@ def test_noise_has_the_standard_deviation_that_is_asked_for() -> None:
 
 
 def test_quantise_keeps_the_mean_and_leaves_few_values() -> None:
-    change = {"a": torch.cat([torch.full((10000,), 0.1), torch.tensor([-0.7])]), "zeros": torch.zeros(3)}
+    change = {"a": torch.cat([torch.full((10000,), 0.1), torch.full((100,), -0.7)]), "zeros": torch.zeros(3)}
     rounded = make_filter("quantise=2")(change, draws())
-    assert rounded["a"].unique().tolist() == pytest.approx([-0.7, 0.0, 0.7])
-    assert float(rounded["a"][:-1].mean()) == pytest.approx(0.1, abs=0.01)
+    assert set(rounded["a"].unique().tolist()) == {-1.0, 0.0, 1.0}, "a step is the next power of two"
+    assert float(rounded["a"][:10000].mean()) == pytest.approx(0.1, abs=0.01)
     assert rounded["zeros"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_topk_keeps_the_largest_values_of_the_whole_change() -> None:
+    change = {"a": torch.tensor([1.0, -5.0, 0.5]), "b": torch.tensor([[3.0, -0.1]])}
+    kept = make_filter("topk=0.4")(change, draws())
+    assert kept["a"].tolist() == [0.0, -5.0, 0.0]
+    assert kept["b"].tolist() == [[3.0, 0.0]]
+    assert sum(int(one.count_nonzero()) for one in make_filter("topk=0.0001")(change, draws()).values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -43,6 +51,8 @@ def test_quantise_keeps_the_mean_and_leaves_few_values() -> None:
         ({"update_filter": ["clip"]}, "--update-filter is clip; allowed: clip=NUMBER above 0; give one"),
         ({"update_filter": ["clip=1", "noise=-1"]}, "--update-filter is noise=-1; allowed: noise=NUMBER above 0"),
         ({"update_filter": ["quantise=1"]}, "--update-filter is quantise=1; allowed: quantise=NUMBER above 1"),
+        ({"update_filter": ["topk=1.5"]}, "--update-filter is topk=1.5; allowed: topk=NUMBER above 0, 1 at most; give"),
+        ({"error_feedback": True}, "--error-feedback keeps what a filter takes from an update, and there is none"),
         ({"update_filter": ["clip=much"]}, "--update-filter is 'clip=much'; allowed: name, or name=number"),
         ({"update_filter": ["clip=nan"]}, "--update-filter is 'clip=nan'; allowed: name, or name=number"),
         ({"update_filter": ["clip=1"], "split": "2"}, "--update-filter clip=1 is for models that a client trains by"),

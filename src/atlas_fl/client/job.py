@@ -127,8 +127,8 @@ class Job:
     the place of `params`; `companion`, the shared model that a client's second one is combined with; `correction`,
     added to every gradient; `centroids`, the means of classes that features are pulled to."""
     kept: Trees = field(default_factory=dict)
-    """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer, and
-    the `gate` that weighs the job's model against its companion by the input."""
+    """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer,
+    the `gate` that weighs the job's model against its companion by the input, and the `residual` of its filters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class Update:
     """Tensors for the server beside the model, by kind, where they were asked for: `control`, the mean gradient of the
     round's steps, float32; `class_features` and `halves` (`TrainOptions.report`)."""
     kept: Trees = field(default_factory=dict)
-    """Tensors that the client keeps for its next round, by kind: `momentum`, `gate`."""
+    """Tensors that the client keeps for its next round, by kind: `momentum`, `gate`, `residual`."""
 
     def beside_model(self) -> dict[str, Tensor]:
         """Tensors that it carries beside the model, by their kind and name."""

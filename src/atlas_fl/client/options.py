@@ -70,6 +70,8 @@ class TrainOptions:
     """Follow the schedule round by round, not step by step."""
     update_filter: tuple[str, ...] = ()
     """Filters of what leaves the client, in their order (`methods.update_filters`)."""
+    error_feedback: bool = False
+    """Add what they took from the client's last change, which it keeps."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`methods.prior_correction`)."""
     multitask: bool = False

@@ -171,6 +171,8 @@ def _filter(update: Update, job: Job, site: Site) -> Update:
         return update
     start = {name: job.params[name].cpu() for name in sorted(update.params) if options.trains(name, round=job.round)}
     change: Params = {name: (update.params[name] - tensor).float() for name, tensor in start.items()}
+    owed = job.kept.get("residual", {})
+    change = whole = {name: tensor + owed[name] if name in owed else tensor for name, tensor in change.items()}
     draws = Draws(client=job.client, seed=options.seed, secret=site.secrets.get(job.client))
     # Two different answers with the same noise would tell their difference.
     asked = (job.round, digest(job.params), replace(options, hash_loaded=False))
@@ -179,7 +181,9 @@ def _filter(update: Update, job: Job, site: Site) -> Update:
     sent = {name: (tensor + change[name]).to(tensor.dtype) for name, tensor in start.items()}
     if job.mask is not None:
         sent = {name: torch.where(job.mask[name].cpu(), tensor, start[name]) for name, tensor in sent.items()}
-    return replace(update, params={**update.params, **sent})
+    lost = {"residual": {name: tensor - change[name] for name, tensor in whole.items()}}
+    kept = {**update.kept, **lost} if options.error_feedback else update.kept
+    return replace(update, params={**update.params, **sent}, kept=kept)
 
 
 def _check_measured(method: type[Method], site: Site, model: Params, client: str, report: Params) -> None:

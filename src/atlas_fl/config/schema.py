@@ -169,7 +169,10 @@ class TrainingConfig:
     examples: probabilities are calibrated, and no prediction changes. Tasks without classes stay as they are."""
     update_filter: tuple[str, ...] = ()
     """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
-    `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
+    `noise=DEVIATION` adds Gaussian noise to every value, `topk=SHARE` keeps the largest values, `quantise=BITS` rounds
+    at random, or those of plug-ins. Messages take the bytes that the filtered change needs."""
+    error_feedback: bool = False
+    """Add to a client's change what `--update-filter` took from its last one."""
     dp: Literal["none", "example", "client"] = "none"
     """Differential privacy that keeps `--epsilon` at `--delta` over all rounds: `example` of each training example at
     its client (DP-SGD: batches by chance, gradients of examples clipped to --clip, noise), `client` of each client, by
@@ -627,6 +630,11 @@ class Config:
     def needs_sums(self) -> bool:
         """The server works with sums over clients alone."""
         return self.mixing.secure or self.training.dp == "client"
+
+    @property
+    def compresses_updates(self) -> bool:
+        """Updates travel as their change in few bytes; secure sums take whole models."""
+        return bool(self.training.update_filter) and not self.mixing.secure
 
     def trainable(self, *, images: bool) -> Literal["lora", "full"]:
         """Weights that clients of image tasks, or of text tasks, train."""

@@ -41,6 +41,7 @@ from atlas_fl.setup.options import (
     strategy_of,
     train_options,
 )
+from atlas_fl.sparse.compression import decompress
 from atlas_fl.split.channel import Cut
 
 MOST_REPEATS = 32
@@ -263,7 +264,7 @@ class JobPolicy:
                 raise _refusal(f"{short_repr(key)} with its answer to {action}", "what the settings share")
         if action == "train":
             own = {key.removeprefix("param/"): tensor for key, tensor in tensors.items() if key.startswith("param/")}
-            self.starts.remember(job, own)
+            self.starts.remember(job, decompress(own, job.params))
 
     def check_final_model(self, params: Params) -> None:
         """Raise `ProtocolError` unless this can be the client's own model at the end."""

@@ -333,7 +333,11 @@ def one_round(
     config = assembly.config
     start, parts = round_start(assembly, state, planned), parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
-    method, sent, kept = strategy_of(config), dict[str, ByClient](), {"momentum": start.of("momentum")}
+    method, sent, kept = (
+        strategy_of(config),
+        dict[str, ByClient](),
+        {kind: start.of(kind) for kind in ("momentum", "residual")},
+    )
     for part in parts:
         sent |= part.send(start)
         kept |= part.keep(start)
@@ -424,6 +428,7 @@ def one_round(
         unsent_up=untrained_names(config, jobs[0], state.client_models, cuts=cuts)
         if jobs and method.moves_untrained
         else frozenset(),
+        compressed=config.compresses_updates and planned.mask is None,
     )
     return state.after(record), record
 

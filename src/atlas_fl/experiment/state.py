@@ -42,6 +42,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import parts_of_config
 from atlas_fl.sparse.codec import values_size
+from atlas_fl.sparse.compression import compress
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.checkpoint import Checkpoint
@@ -77,7 +78,7 @@ EVENT_WORDS: Mapping[str, str] = {
     "restored": "{} keeps the model that it began with",
 }
 """Events that are notes too, by name."""
-NEXT_ROUND = frozenset({"momentum", "gate", "control"})
+NEXT_ROUND = frozenset({"momentum", "gate", "control", "residual"})
 """The kinds of an update's tensors that the client's next round begins with."""
 
 
@@ -180,6 +181,8 @@ class RoundRecord:
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
     unsent_up: frozenset[str] = frozenset()
     """The names of what did not train, and goes down because the server moves it."""
+    compressed: bool = False
+    """Trained tensors come as their change in few bytes (`sparse.compression`)."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -288,6 +291,7 @@ class RoundRecord:
         for name, update in self.received.updates.items():
             if self.aggregated or update.travelled:
                 trained = {key: tensor for key, tensor in update.params.items() if key not in self.unsent_up}
+                trained = compress(trained, self.before.client_models[name]) if self.compressed else trained
                 yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
         for name in self._receivers() if self.aggregated else ():
@@ -380,9 +384,9 @@ class FederationState:
     is_over: bool = False
     """True if the run has ended, with its last round or before it."""
     by_client: TreesByClient = field(default_factory=dict)
-    """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, its `second` model and the `gate`
-    between that and the shared one, which never leave it, `control`, the mean gradient of its last round, and after the
-    last round of all the `temperature` of its logits."""
+    """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, the `residual` of its filters, its
+    `second` model and the `gate` between that and the shared one, which never leave it, `control`, the mean gradient of
+    its last round, and after the last round of all the `temperature` of its logits."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""

@@ -14,6 +14,7 @@ import torch
 
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.params import Params
+from atlas_fl.sparse.compression import step_exponent
 
 UpdateFilter: TypeAlias = Callable[[Params, torch.Generator], Params]
 """(change by name, float32 on the CPU, a generator of the CPU) -> the change that leaves, of these names and shapes."""
@@ -47,22 +48,40 @@ def noise(number: float | None) -> UpdateFilter:
 def quantise(number: float | None) -> UpdateFilter:
     """Round every value at random, without bias, to one of 2^(bits - 1) - 1 steps of its tensor on each side of 0.
 
-    It is QSGD with the largest value as the scale (Alistarh et al. 2017, arXiv:1610.02132).
+    It is QSGD with a scale from the largest value (Alistarh et al. 2017, arXiv:1610.02132). A step is a power of two,
+    so that the message needs one byte a value with up to 8 bits, and two with up to 16 (`sparse.compression`).
     """
     bits = _number("quantise", number, least=1.0)
-    steps = 2.0 ** (bits - 1) - 1
 
     def round_values(change: Params, draws: torch.Generator) -> Params:
         rounded = {}
         for name, tensor in change.items():
-            size = tensor.abs().max().clamp_min(torch.finfo(tensor.dtype).tiny) / steps
+            size = 2.0 ** step_exponent(float(tensor.abs().max()), steps=2.0 ** (bits - 1) - 1)
             rounded[name] = torch.floor(tensor / size + torch.rand(tensor.shape, generator=draws)) * size
         return rounded
 
     return round_values
 
 
-UPDATE_FILTERS: dict[str, UpdateFilterOf] = {"clip": clip, "noise": noise, "quantise": quantise}
+def topk(number: float | None) -> UpdateFilter:
+    """Keep this share of the whole change, its largest values, and set the others to 0.
+
+    Stich et al. 2018 (arXiv:1809.07599) with `--error-feedback`, which is their memory. The message has a bit for each
+    value, and those that are kept.
+    """
+    share = _number("topk", number, least=0.0, most=1.0)
+
+    def keep(change: Params, _: torch.Generator) -> Params:
+        sizes = torch.cat([tensor.abs().flatten() for tensor in change.values()])
+        is_kept = torch.zeros_like(sizes, dtype=torch.bool)
+        is_kept[sizes.topk(max(1, round(share * len(sizes)))).indices] = True
+        parts = torch.split(is_kept, [tensor.numel() for tensor in change.values()])
+        return {name: tensor * part.view_as(tensor) for part, (name, tensor) in zip(parts, change.items(), strict=True)}
+
+    return keep
+
+
+UPDATE_FILTERS: dict[str, UpdateFilterOf] = {"clip": clip, "noise": noise, "quantise": quantise, "topk": topk}
 """Every filter by name."""
 
 
@@ -96,10 +115,10 @@ def apply_filter(word: str, change: Params, draws: torch.Generator) -> Params:
     return filtered
 
 
-def _number(name: str, number: float | None, *, least: float) -> float:
-    if number is None or number <= least:
+def _number(name: str, number: float | None, *, least: float, most: float = math.inf) -> float:
+    if number is None or not least < number <= most:
         raise ConfigError(
             f"--update-filter is {name if number is None else f'{name}={number:g}'}; allowed: {name}=NUMBER above"
-            f" {least:g}; give one"
+            f" {least:g}{'' if most == math.inf else f', {most:g} at most'}; give one"
         )
     return number

@@ -247,7 +247,7 @@ def model_sender(
     """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
     home = model_sync.DigestCache().digests(trained_body(backbone, config)) if is_full else {}
     body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
-    common = model_sync.SenderState(home=home, mask=body_mask)
+    common = model_sync.SenderState(home=home, mask=body_mask, compressed=config.compresses_updates)
     return lambda: model_sync.Sender(common=common, counts_on_trained=keeps_trained)
 
 
@@ -262,7 +262,11 @@ def model_receiver(
     """The receiver of models at a client or worker."""
     home = trained_body(backbone, config) if is_full else {}
     return model_sync.Receiver(
-        home=home, keeps_trained=keeps_trained, trains_heads=backbone.vision is None, store=store
+        home=home,
+        keeps_trained=keeps_trained,
+        compresses=config.compresses_updates,
+        trains_heads=backbone.vision is None,
+        store=store,
     )
 
 

@@ -42,6 +42,7 @@ from atlas_fl.runtime.protocol.messages import (
 from atlas_fl.runtime.protocol.private_params import PrivateParamStore
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
+from atlas_fl.sparse.compression import compress, decompress
 from atlas_fl.sparse.masks import Mask
 
 _MASK, _VALUES = "mask", "values"
@@ -82,6 +83,8 @@ class SenderState:
     """Digests of the weights that every other end has in its files; none of them is an adapter's."""
     mask: Mask | None = None
     """The weights of the body that may move, from the first job on that brings a mask."""
+    compressed: bool = False
+    """What was trained comes as its change in few bytes (`sparse.compression`), unless there is a mask."""
     _cache: DigestCache = field(default_factory=DigestCache)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -164,6 +167,8 @@ class Sender:
             if self.common.mask is None or not heads.keys() <= top.keys():
                 raise ProtocolError("values under a mask came where there is none; install the same atlas-fl")
             return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top, **heads}
+        if self.common.compressed:
+            params = decompress(params, job.params)
         untrained = set() if head.get("private") is not None else _untrained_keys(job)
         if came := sorted(untrained & params.keys()):
             raise ProtocolError(
@@ -191,6 +196,8 @@ class Receiver:
     """Keeps what a client does not share."""
     keeps_trained: bool = True
     """The last model trained here is held too, whose scores a server may ask for."""
+    compresses: bool = False
+    """What was trained is sent as its change in few bytes, unless there is a mask."""
     trains_heads: bool = False
     """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     held: dict[str, Params] = field(default_factory=dict)
@@ -236,7 +243,8 @@ class Receiver:
             body, top = split_body_and_head(params)
             return {_VALUES: as_tensor(encode_values(body, self.mask)), **(top if self.trains_heads else {})}
         untrained = _untrained_keys(job) if params.keys() == job.params.keys() else set()
-        return {key: tensor for key, tensor in params.items() if key not in untrained}
+        trained = {key: tensor for key, tensor in params.items() if key not in untrained}
+        return compress(trained, job.params) if self.compresses else trained
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run; empty where there is none."""
