@@ -425,8 +425,9 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     are the examples that have each, and `cardinality` is the mean number of an example's labels. Of texts to be
     written, `words` (mean and standard deviation over texts) stand in the place of `labels`.
     """
-    peers = _by_task(clients)
-    return tuple(_row(client, peers[client.task.name]) for client in clients)
+    classified = [client for client in clients if client.task.has_classes and not client.task.multilabel]
+    mixes = {name: np.sum([_counts(one) for one in peers], axis=0) for name, peers in _by_task(classified).items()}
+    return tuple(_row(client, mixes) for client in clients)
 
 
 def one_class_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
@@ -472,7 +473,7 @@ def _span(counts: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
+def _row(client: ClientData, mixes: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "client": client.name,
         "task": client.task.name,
@@ -487,8 +488,7 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
     if not client.task.has_classes:
         kind = "words" if client.task.writes else "labels"
         return {**row, kind: {"mean": float(label.mean()), "std": float(label.std())}}
-    label_counts = _counts(client)
-    everyone = np.sum([_counts(other) for other in same_task], axis=0)
+    label_counts, everyone = _counts(client), mixes[client.task.name]
     return {
         **row,
         "majority": {split: majority(rows) for split, rows in client.splits.items()},

@@ -277,7 +277,7 @@ def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict
         return {}
     pooled = {name: np.sum([count[name] for count in counts], axis=0) for name in counts[0]}
     table = class_table(**pooled)
-    (names, *_) = (list(row["labels"]) for row in plan["data"] if row["task"] == members[0].task)
+    names = next(row["labels"] for row in plan["data"] if row["task"] == members[0].task)
     classes = {}
     for index, name in enumerate(names):
         total = int(pooled["examples"][index])

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from atlas_fl.experiment.summary import MEASURED, class_scores, mean_series, sampled_series
-from atlas_fl.report.format import cluster_name
+from atlas_fl.report.format import MOST_SHOWN, cluster_name
 from atlas_fl.report.record import Record
 
 Row: TypeAlias = dict[str, Any]
@@ -19,8 +19,6 @@ EVERY_CLIENT = "(mean)"
 """In the column of clients: the mean over the clients of a task; the specifications of charts name it too."""
 ALL = "(all clients)"
 """In the column of clients: all test examples of a task."""
-MOST_SHOWN = 200
-"""Clients above which a page shows none by itself where there is a row or a line for each."""
 EMBEDDED = range(6, 2001)
 """Clients with which t-SNE shows more than the two principal components, and takes seconds."""
 _SERIES = (

@@ -10,7 +10,7 @@ from atlas_fl.report import figure_rows
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.figure_rows import EVERY_CLIENT, Row
-from atlas_fl.report.format import isolate
+from atlas_fl.report.format import evenly, isolate
 from atlas_fl.report.html.charts import Chart, chart, colour, heat_map
 from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record, read_record
@@ -130,7 +130,7 @@ def _classes(record: Record, rows: list[Row]) -> list[Chart]:
 
 def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
     groups = sorted({row["parameters"] for row in rows}, key=figure_rows.group_order)
-    return [heat_map("sharing", rows, domain=(0.0, 1.0), columns=groups, lines=record.sorted_clients)]
+    return [heat_map("sharing", rows, domain=(0.0, 1.0), columns=groups, lines=evenly(record.sorted_clients))]
 
 
 def _mask(record: Record, rows: list[Row]) -> list[Chart]:
@@ -162,8 +162,9 @@ FIGURES: dict[str, Figure] = {
 
 
 def charts_of(record: Record, *names: str) -> list[Chart]:
-    """The charts of these figures, of those for which the run has rows."""
-    rows = {name: FIGURES[name].rows(record) for name in names}
+    """The charts of these figures, of those for which the run has rows; of many clients for some."""
+    hidden = record.task_of.keys() - set(evenly(record.sorted_clients))
+    rows = {name: [row for row in FIGURES[name].rows(record) if row.get("client") not in hidden] for name in names}
     return [drawn for name in names if rows[name] for drawn in FIGURES[name].charts(record, rows[name])]
 
 
@@ -187,7 +188,7 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     for name, figure in FIGURES.items():
         rows = figure.rows(record)
         if rows:
-            charts = figure.charts(record, rows)
+            charts = charts_of(record, name)
             drawn[name] = draw(charts, columns=min(figure.columns, len(charts))), rows
     for name, made in plugin_charts(record).items():
         drawn[name] = draw([made]), made.rows

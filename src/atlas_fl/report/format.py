@@ -1,10 +1,21 @@
 """Format numbers, bytes, seconds and names for people; used by tables and figures alike."""
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 EMPTY = "-"
 """The sign of a value that is not known: never a number."""
+MOST_SHOWN = 200
+"""Most clients that a chart names, and most rows of a table of a run."""
+T = TypeVar("T")
+
+
+def evenly(items: Sequence[T]) -> Sequence[T]:
+    """These, or of many `MOST_SHOWN` that are evenly spaced, the first and the last among them."""
+    last = len(items) - 1
+    places = range(MOST_SHOWN) if last >= MOST_SHOWN else ()
+    return [items[place * last // (MOST_SHOWN - 1)] for place in places] or items
 
 
 def number(value: float | None, digits: int, *, sign: bool = False) -> str:

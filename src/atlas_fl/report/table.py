@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
-from atlas_fl.report.format import EMPTY, human_bytes, number, percent, seconds
+from atlas_fl.report.format import EMPTY, evenly, human_bytes, number, percent, seconds
 
 HEADING = 9
 """Letters of a line of a heading above numbers on the terminal."""
@@ -141,9 +141,11 @@ Columns: TypeAlias = Mapping[str, Callable[[Entry], Cell]]
 
 
 def table_of(title: str, columns: Columns, entries: Iterable[Entry], *, note: str = "") -> Table:
-    """A table with one row an entry."""
-    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
-    return Table(title=title, columns=list(columns), rows=rows, note=note)
+    """A table with one row an entry; of many entries some, which the note says."""
+    known = list(entries)
+    rows = [[cell(entry) for cell in columns.values()] for entry in evenly(known)]
+    part = f"{len(rows):,} of {len(known):,} rows, evenly spaced" if len(rows) < len(known) else ""
+    return Table(title=title, columns=list(columns), rows=rows, note="\n".join(filter(None, (note, part))))
 
 
 def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:

@@ -92,8 +92,7 @@ def _remove_drafts(parent: int, *, of: Path) -> None:
     """Remove what writes of this folder that did not end have left: folders of a draft's name that bear its mark."""
     for name in folder_access.names_in(parent):
         match = folder_access.DRAFT.fullmatch(name) if name.startswith(".") else None
-        drafts = of.with_name(name)
-        if match is None or match[1] != of.name or not folder_access.is_inner_folder(drafts):
+        if match is None or match[1] != of.name or not folder_access.is_inner_folder(drafts := of.with_name(name)):
             continue
         if folder_access.is_inner_file(drafts / DRAFT_MARKER) or not folder_access.list_folder(drafts):
             shutil.rmtree(drafts)

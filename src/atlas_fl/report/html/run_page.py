@@ -15,6 +15,7 @@ from atlas_fl.report.answers import answers_table, harness_table, scores_table
 from atlas_fl.report.figure_rows import ALL, class_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
+from atlas_fl.report.format import MOST_SHOWN, evenly
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
@@ -70,6 +71,8 @@ def run_page(run: Path | str) -> Page:
     told = [f"{name} {words[name]}" for name in (named, "strategy", "model", "seed") if words.get(name) is not None]
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     warnings = [attack_note(record.summary)] if record.summary else [f"This run is not complete. {done}"]
+    if (clients := len(record.task_of)) > MOST_SHOWN:
+        warnings.append(f"Charts and tables name {MOST_SHOWN} of {clients:,} clients. Means and CSV files are of all.")
     return Page(
         title=record.name,
         subtitle=", ".join(["one run", *told, f"{last} round{'' if last == 1 else 's'}"]),
@@ -157,7 +160,7 @@ CLASS_SCORES_NOTE = "of the last test of all clients, each by its own model; sup
 
 
 def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]) -> Chart:
-    order = [name for task in record.tasks for name in scored if record.task_of[name] == task]
+    order = evenly([name for task in record.tasks for name in scored if record.task_of[name] == task])
     rows: list[Row] = [
         {
             "client": name,
