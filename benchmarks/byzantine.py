@@ -63,7 +63,6 @@ class Case:
     size: float | None
     rule: str
     norm_bound: str
-    keep: str
     seed: int
     place: str = ""
     """With groups, where the hostile clients are: one of `PLACES`."""
@@ -80,20 +79,19 @@ ATTACKED: tuple[tuple[str, float | None], ...] = (
     ("model_replacement", None),
 )
 RULED = (
-    ("local", "off", "mixed"),
-    ("fedavg", "off", "mixed"),
-    ("fedavg", "refuse", "mixed"),
-    ("fedavg", "clip", "mixed"),
-    ("fedavg", "off", "best"),
-    ("median", "off", "mixed"),
-    ("trimmed_mean", "off", "mixed"),
-    ("krum", "off", "mixed"),
-    ("multi_krum", "off", "mixed"),
-    ("geometric_median", "off", "mixed"),
-    ("atlas_laplacian", "off", "mixed"),
-    ("atlas_laplacian", "refuse", "mixed"),
+    ("local", "off"),
+    ("fedavg", "off"),
+    ("fedavg", "refuse"),
+    ("fedavg", "clip"),
+    ("median", "off"),
+    ("trimmed_mean", "off"),
+    ("krum", "off"),
+    ("multi_krum", "off"),
+    ("geometric_median", "off"),
+    ("atlas_laplacian", "off"),
+    ("atlas_laplacian", "refuse"),
 )
-"""(rule, norm bound, what is kept at the end). `atlas_laplacian` knows the true task, so that all are one cluster."""
+"""(rule, norm bound). `atlas_laplacian` knows the true task, so that all are one cluster."""
 
 
 PLACES: Mapping[str, tuple[int, tuple[int, ...]]] = {
@@ -104,12 +102,8 @@ PLACES: Mapping[str, tuple[int, tuple[int, ...]]] = {
 """(clients, the places of the hostile ones); client k is in group k // 3."""
 GROUP_ATTACKED = tuple(one for one in ATTACKED if one[1] != 9 and one != ("sign_flip", None))
 GROUP_RULED = (
-    ("local", "off", "mixed"),
-    *(
-        (rule, bound, "mixed")
-        for rule in ("fedavg", "fedavg_cluster", "atlas_laplacian")
-        for bound in ("off", "refuse")
-    ),
+    ("local", "off"),
+    *((rule, bound) for rule in ("fedavg", "fedavg_cluster", "atlas_laplacian") for bound in ("off", "refuse")),
 )
 
 
@@ -127,9 +121,9 @@ def cases() -> Iterator[Case]:
 def _cases(
     federations: Sequence[tuple[int, int, str]],
     attacks: Sequence[tuple[str, float | None]],
-    rules: Sequence[tuple[str, str, str]],
+    rules: Sequence[tuple[str, str]],
 ) -> Iterator[Case]:
-    for seed, (clients, hostile, position), (attack, size), (rule, norm_bound, keep) in product(
+    for seed, (clients, hostile, position), (attack, size), (rule, norm_bound) in product(
         SEEDS, federations, attacks, rules
     ):
         yield Case(
@@ -139,7 +133,6 @@ def _cases(
             size=size,
             rule=rule,
             norm_bound=norm_bound,
-            keep=keep,
             seed=seed,
             place=position,
         )
@@ -299,7 +292,6 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     }
     current: ByClient = {name: net.start(RANKS[k % len(RANKS)], case.seed) for k, name in enumerate(names)}
     refused = 0
-    local: Mapping[str, Params] = {}
     for round in range(1, ROUNDS + 1):
         local = train_clients(net, current, {name: data[name]["train"] for name in names}, case, round)
         sent = {
@@ -308,12 +300,6 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
         }
         current, out = server_step(strategy, case, current, sent, federation, round)
         refused += len(set(out) - set(hostile))
-    if case.keep == "best":
-        losses = {
-            name: [measure(net, models[name], data[name]["validation"])[1] for models in (local, current)]
-            for name in names
-        }
-        current = {name: local[name] if losses[name][0] < losses[name][1] else current[name] for name in names}
     scores = [
         measure(net, current[name], data[name]["test"])[0] for name in names if name not in hostile_of(case, names)
     ]
@@ -335,17 +321,16 @@ def tables(rows: list[dict[str, object]], grouped: bool) -> Iterator[str]:
 
 
 def _table(
-    rows: list[dict[str, object]], attacked: Sequence[tuple[str, float | None]], ruled: Sequence[tuple[str, str, str]]
+    rows: list[dict[str, object]], attacked: Sequence[tuple[str, float | None]], ruled: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
     words = [attack if size is None else f"{attack} {size:g}" for attack, size in attacked]
     yield "| rule | " + " | ".join(words) + " |"
     yield "|---" * (len(words) + 1) + "|"
-    for rule, norm_bound, keep in ruled:
+    for rule, norm_bound in ruled:
         name = rule + (f", norm bound {norm_bound}" if norm_bound != "off" else "")
-        name += ", keep best" if keep == "best" else ""
         cells = []
         for attack, size in attacked:
-            setting = {"attack": attack, "size": size, "rule": rule, "norm_bound": norm_bound, "keep": keep}
+            setting = {"attack": attack, "size": size, "rule": rule, "norm_bound": norm_bound}
             cells.append(_cell([row for row in rows if all(row[key] == value for key, value in setting.items())]))
         yield f"| {name} | " + " | ".join(cells) + " |"
 

@@ -17,7 +17,7 @@ TARGETS, CURVES, STEPS = {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 2.0}, {"a": 2, "b
 WEIGHTED = 100 * 2 * 1.0 / (900 * 1 + 100 * 2)
 """argmin of 900 / 2 w^2 + 100 (w - 1)^2; with clients that count alike it is 2/3."""
 NOT_BY_EXAMPLES = {
-    **dict.fromkeys(("local", "centralized", "multitask", "linear_probe", "local_prior"), "nothing is sent"),
+    **dict.fromkeys(("local", "centralized", "linear_probe", "local_prior"), "nothing is sent"),
     **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), "neighbours of a graph"),
     **dict.fromkeys(("pfedgraph", "fedavg_by_distance", "fedamp"), "rows of one's own"),
     **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), "the average of all others"),

@@ -135,20 +135,6 @@ def test_the_audit_shares_no_code_with_the_server():
             assert not any("mixing" in name or "strategies" in name for name in names), file
 
 
-def test_who_kept_its_own_model_on_validation_is_believed_if_it_is_true(tmp_path):
-    kept = {1: ("movie-0", "trec-0")}
-
-    def served(round, updates, start):
-        return {client: updates[client] if client in kept.get(round, ()) else start[client] for client in CLIENTS}
-
-    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", keep="best"), served=served)
-    assert {("movie-0", "mixed"), ("trec-0", "mixed")} <= {(row.client, row.check) for row in audit_run(run).failures}
-    edit_record(run, 1, kept=["movie-0", "trec-0"])
-    assert audit_run(run).ok
-    edit_record(run, 1, kept=["movie-0", "trec-0", "movie-1"])
-    assert [row.detail for row in audit_run(run).failures] == ["it was to keep its own model, but it changed"]
-
-
 def test_a_plan_that_changed_on_the_way_is_followed(run):
     shutil.copy(run / "plan.json", run / "plan-0003.json")
     edit_record(run, 3, plan="plan-0003.json")

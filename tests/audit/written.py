@@ -208,7 +208,6 @@ def write_run(
             "eta": strategy.eta(round),
             "plan": "plan.json",
             "loaded": loaded,
-            "kept": [],
             "clipped": {},
             "restored": {},
             "files": {},

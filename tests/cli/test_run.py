@@ -168,14 +168,15 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, t
 @pytest.mark.slow
 def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(atlas, ran, tmp_path) -> None:
     words = ["--preset", "null", "--seeds", "2", "--ranks", "8", "--runs-dir", str(tmp_path), "--strategies"]
-    said = atlas("compare", *words, "local", "fedavg", "centralized", "multitask")
+    said = atlas("compare", *words, "local", "fedavg", "centralized")
     assert (said.code, said.err) == (0, "")
-    assert {config.mixing.strategy for config in ran} == {"local", "fedavg", "centralized", "multitask"}
+    assert {config.mixing.strategy for config in ran} == {"local", "fedavg", "centralized"}
     rows = [line.split() for line in said.out.splitlines() if line.strip()]
-    assert {"local", "fedavg"} <= {row[0] for row in rows} and "multitask" not in {row[0] for row in rows}
+    assert {"local", "fedavg"} <= {row[0] for row in rows} and "centralized" not in {row[0] for row in rows}
     assert "All examples of a task in one place (centralized): 0." in said.out
-    said = atlas("compare", *words, "local", "multitask", "--control", "multitask")
-    assert said.code == 2 and "--control is multitask, which has one client a task; allowed: a strategy of" in said.err
+    said = atlas("compare", *words, "local", "centralized", "--control", "centralized")
+    assert said.code == 2
+    assert "--control is centralized, which has one client a task; allowed: a strategy of" in said.err
 
 
 @pytest.mark.slow

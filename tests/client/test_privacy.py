@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from atlas_fl.client import private_training
 from atlas_fl.client.job import Job
@@ -13,7 +14,6 @@ from atlas_fl.client.local_training import batches
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import epsilon_of, noise_multiplier, noise_of, spending
 from atlas_fl.client.private_training import train_privately
-from tests.client.test_multitask import dense_loss
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
@@ -33,6 +33,21 @@ ORACLES = [  # q, noise multiplier, steps, delta, epsilon by privacy loss distri
     (0.05, 1.0, 100, 1e-4, 2.870),
     (0.08, 1.0, 450, 1e-3, 8.834),
 ]
+
+
+def dense_loss(model, params, batch, scale) -> torch.Tensor:
+    ids = pad_sequence([torch.from_numpy(text) for text in np.split(batch.ids, batch.offsets[1:-1])], batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < torch.from_numpy(batch.lengths)[:, None]).long()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    for key, a in params.items():
+        if key.endswith(".lora_A"):
+            module = key.removesuffix(".lora_A")
+            update = scale(len(a)) * params[module + ".lora_B"] @ a
+            weights[f"bert.{module}.weight"] = weights[f"bert.{module}.weight"] + update
+        elif key.startswith("head."):
+            weights[key.removeprefix("head.")] = a
+    out = torch.func.functional_call(model, weights, (ids,), {"attention_mask": mask})
+    return torch.nn.functional.cross_entropy(out.logits, torch.from_numpy(batch.labels))
 
 
 @pytest.mark.parametrize(("q", "noise", "steps", "delta", "epsilon"), ORACLES)

@@ -29,7 +29,6 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
 
 
 PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
-MULTITASK = {"strategy": "multitask", "ranks": "8"}
 FEDPAC = {"strategy": "fedpac"}
 FEDSA = {"strategy": "fedsa", "ranks": "8"}
 
@@ -106,9 +105,6 @@ FEDSA = {"strategy": "fedsa", "ranks": "8"}
         ({"personal_rounds": 12}, "--personal-rounds 12 leaves no round of --rounds 12 whose models are mixed; raise"),
         ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
         ({"trained_parts": "B"}, "--trained-parts B leaves A as drawn, and --space product would change it"),
-        ({"strategy": "local", "multitask": True}, "one adapter on the examples of all clients in one place; take"),
-        ({"strategy": "multitask"}, "--multitask trains one adapter, and --ranks budget may give tasks differ"),
-        (MULTITASK | {"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take anot"),
         ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
         (PERSONAL | {"split": "2"}, "--split 2 do not go together so far; leave --split 2 out, or take another"),
         (PERSONAL | {"workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),

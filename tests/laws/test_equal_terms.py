@@ -98,7 +98,7 @@ def errors(name: str, seed: int) -> dict[str, float]:
     }
 
 
-LEAVES_ALONE = {"local", "centralized", "multitask", "linear_probe", "local_prior", "fedsa"}
+LEAVES_ALONE = {"local", "centralized", "linear_probe", "local_prior", "fedsa"}
 """Methods that leave the body and the head as they were trained; of FedSA it is B that stays."""
 OWN_HEADS = {"fedper", "fedrep", "fedbabu", "fedalt", "fedalt_fixed"}
 BOUND_OF = {
@@ -237,7 +237,7 @@ def test_tuning_gives_every_method_one_grid_of_rates_and_knobs_of_its_own(number
 
 
 NOT_COMPARED = {
-    **dict.fromkeys(("centralized", "multitask", "fedavg_oracle"), "references that no federation can have"),
+    **dict.fromkeys(("centralized", "fedavg_oracle"), "references that no federation can have"),
     **dict.fromkeys(("median", "trimmed_mean", "krum", "multi_krum", "geometric_median"), "against attackers"),
     **dict.fromkeys(("atlas_laplacian", "atlas_no_laplacian", "atlas_pad", "atlas_truncate"), "earlier rules of ours"),
     **dict.fromkeys(("fedavg_cluster_ft", "fedavg_cluster_prior", "mr_mtl_cluster"), "variants inside clusters"),

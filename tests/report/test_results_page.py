@@ -136,19 +136,17 @@ def test_references_in_one_place_have_lines_of_their_own_by_hand(make_federation
     make_federation(2)
     before = page_of([tmp_path], control="fedavg")
     make_federation(2, gains={"centralized": 0.0}, seeds=(1, 2))
-    make_federation(2, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
     page = page_of([tmp_path], control="fedavg")
     assert "All examples of a task in one place (centralized): " in page and "over 2 seeds." in page
-    assert "All examples in one place, one adapter (multitask): " in page and "over 1 seed." in page
-    assert "(multitask)" not in before
-    assert "| `multitask` |" not in page
+    assert "(centralized)" not in before
+    assert "| `centralized` |" not in page
 
 
 @pytest.mark.slow
 def test_rows_give_the_page_of_the_folders_they_come_from(make_federation, tmp_path) -> None:
     make_federation(1)
     make_federation(3, gains={"local": 0.0, "fedavg": 0.1, "ditto": 0.2}, lr=0.05)
-    make_federation(3, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
+    make_federation(3, gains={"centralized": 0.0}, seeds=(3,))
     page, file = page_of([tmp_path], control="fedavg"), tmp_path / "runs.csv"
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md"), "--csv", str(file)]) == 0
     assert page_of([file], control="fedavg") == page

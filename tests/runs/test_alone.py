@@ -41,7 +41,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "control variates": {"strategy": "scaffold", "ranks": "4"},
     "personal models": {"strategy": "mr_mtl", "ranks": "4"},
     "priors": {"strategy": "fedavg_prior", "ranks": "4", "partition": "dirichlet"},
-    "the better of two models": {"strategy": "fedavg", "keep": "best"},
     "several aggregations apart": {"strategy": "fedavg", "aggregate_every": 2, "rounds": 4},
     "workers": {"strategy": "fedavg", "workers": 2},
 }

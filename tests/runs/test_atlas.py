@@ -129,13 +129,3 @@ def test_a_short_run_is_measured_and_audited(config: Make) -> None:
     folder = run_config(config(strategy="atlas", rounds=2)).folder
     assert {row["round"] for row in rows(folder) if row.get("event") == "sharing measured"} == {1}
     passing_audit(folder)
-
-
-def test_who_is_better_alone_may_keep_its_own_at_the_end(config: Make) -> None:
-    mixed, kept = (run_config(config(**ATLAS, keep=keep, name=keep)) for keep in ("mixed", "best"))
-    losses = [
-        {name: client["final"]["validation"]["loss"] for name, client in result.summary["clients"].items()}
-        for result in (mixed, kept)
-    ]
-    assert all(losses[1][name] <= losses[0][name] for name in losses[0]) and losses[1] != losses[0]
-    passing_audit(kept.folder)

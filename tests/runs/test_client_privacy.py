@@ -71,7 +71,6 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
             "may give clients several by what their examples say; set --ranks to one of",
         ),
         (["--strategy", "fedavg"], "set --space factors, or take --strategy fedit"),
-        (["--keep", "best"], "leave --keep out"),
         (["--patience", "2"], "leave --patience out"),
         (["--secure"], "leave one of them out"),
         (["--delta", "0.5"], "allowed: below one over that"),

@@ -77,7 +77,7 @@ def is_as(fed: Federation, simulated: Path) -> None:
 @pytest.mark.slow
 def test_the_deployed_federation_is_the_simulated_one(federation: Federations, tmp_path: Path) -> None:
     """Of dense models; those under a mask are below."""
-    config = settings(tmp_path, keep="best", local_steps=2, frozen_blocks=1)
+    config = settings(tmp_path, local_steps=2, frozen_blocks=1)
     fed = federation(config)
     _, sites = fed.complete()
     assert all("the run is complete for" in said and "evaluate on test, round 2" in said for said in sites)

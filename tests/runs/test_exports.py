@@ -24,7 +24,6 @@ from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Rows
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import LACKS_PRIOR, export_client
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.methods.registry import METHODS, RULES
@@ -68,7 +67,7 @@ ALL_FAMILIES = [
 ]
 QUICK = (
     *("atlas_pad", "centralized", "fedalt_fixed", "fedbabu", "fedex", "fedpac", "ffa", "flora", "hsplitlora"),
-    *("kriging", "local_prior", "mr_mtl_cluster", "multitask"),
+    *("kriging", "local_prior", "mr_mtl_cluster"),
 )
 """Methods that leave models of other kinds behind; the others differ in how a server mixes."""
 OF_CLASSES = ("fedpac", "classifier_collaboration")
@@ -268,24 +267,12 @@ def test_who_has_no_global_model_says_why(
     assert "was given neither of --client NAME and --global" in capsys.readouterr().err
 
 
-def with_best(config: Config) -> Config:
-    """The config with `--keep best`, where that goes with its method."""
-    best = replace(config, mixing=replace(config.mixing, keep="best"))
-    try:
-        validate(best)
-    except ConfigError as error:
-        assert "--keep best do not go together" in str(error)
-        return config
-    return best
-
-
 @pytest.mark.parametrize("method", with_marks(EVERY_METHOD, QUICK))
 def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) -> None:
-    """On a family in turn, every second one with `--keep best`."""
-    number = EVERY_METHOD.index(method)
-    family = "bert" if method in OF_CLASSES else ARCHITECTURES[number % len(ARCHITECTURES)]
-    config = small(family, ("kind",), strategy=method, **NEEDED.get(method, {}))
-    check(with_best(config) if number % 2 else config)
+    """On a family in turn."""
+    turn = EVERY_METHOD.index(method) % len(ARCHITECTURES)
+    family = "bert" if method in OF_CLASSES else ARCHITECTURES[turn]
+    check(small(family, ("kind",), strategy=method, **NEEDED.get(method, {})))
 
 
 @pytest.mark.slow
@@ -299,34 +286,29 @@ def test_a_temperature_is_in_the_head_that_is_exported(small: Make, method: str)
 def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family: str) -> None:
     """Under class frequencies of each client's own, which some heads can hold and others cannot."""
     tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
-    check(small(family, tasks, strategy="fedavg_prior", keep="best"))
+    check(small(family, tasks, strategy="fedavg_prior"))
     check(small(family, tuple(MULTILABEL), name="tags"))
 
 
 @pytest.mark.slow
 @pytest.mark.product
-@pytest.mark.parametrize("keep", ["mixed", "best"])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method_on_every_family_and_task_exports_what_it_has_evaluated(
-    small: Make, method: str, family: str, keep: str
+    small: Make, method: str, family: str
 ) -> None:
     tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
     tasks = ("kind", "same") if method in OF_CLASSES else tasks
-    config = small(family, tasks, strategy=method, **NEEDED.get(method, {}))
-    best = with_best(config)
-    if keep == "best" and best is config:
-        pytest.skip("--keep best does not go with this method")
-    check(best if keep == "best" else config)
+    check(small(family, tasks, strategy=method, **NEEDED.get(method, {})))
 
 
 STOCK: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Any]]] = {
-    "pairs and numbers": ("modernbert", ("kind", "same", "grade"), {"strategy": "fedavg_prior", "keep": "best"}),
+    "pairs and numbers": ("modernbert", ("kind", "same", "grade"), {"strategy": "fedavg_prior"}),
     "measured": ("deberta-v3", ("kind",), {"strategy": "kriging", "measure_round": 1, "ranks": "budget"}),
     "gates": ("deberta-v2", ("kind",), {"strategy": "fedalt", "ranks": "4"}),
     "several labels": ("modernbert", ("tags", "kind"), {"strategy": "atlas"}),
     "features by class": ("albert", ("kind", "same"), {"strategy": "fedpac", "fingerprint_blocks": 1}),
-    "one adapter": ("falcon", ("kind", "grade"), {"strategy": "multitask"}),
+    "in one place": ("falcon", ("kind", "grade"), {"strategy": "centralized"}),
     "an encoder's and a decoder's classes": ("t5", ("kind",), {"fingerprint": "delta", "dropout": 0.1}),
     "writes on": ("falcon", ("next",), {"adapted_blocks": 1}),
     "writes from what it read": ("t5", ("next",), {"ranks": "budget", "new_tokens": 3}),
@@ -367,7 +349,7 @@ def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: 
 
 _WHOLE_IMAGES = {"strategy": "fedavg_cluster_prior", "local_steps": 2, "lr": 0.02, "momentum": 0}
 IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "adapters": ("vision-lora", {"strategy": "fedavg_prior", "fingerprint_steps": 2, "keep": "best"}),
+    "adapters": ("vision-lora", {"strategy": "fedavg_prior", "fingerprint_steps": 2}),
     "adapters through the stock path": (
         "vision-lora",
         {"model": "swin", "fingerprint_steps": 2, "targets": "all-linear"},

@@ -53,7 +53,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "B alone, A as drawn": ("", {**TEXT, "strategy": "ffa", "ranks": "4"}),
     "A and B in turn": ("", {**TEXT, "strategy": "rolora", "ranks": "4", "rounds": 3}),
     "first the head, then the rest": ("", {**TEXT, "strategy": "fedrep"}),
-    "class frequencies in the logits": ("", {**TEXT, "strategy": "fedavg_prior", "keep": "best"}),
+    "class frequencies in the logits": ("", {**TEXT, "strategy": "fedavg_prior"}),
     "adapters on images": ("vision-lora", {**IMAGES, **ADAPTERS, "fingerprint_steps": 2, "fingerprint_batches": 2}),
     "whole images": ("vision-quick", {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "nc": "5"}),
     "whole images under a mask": (

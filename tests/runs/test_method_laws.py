@@ -23,7 +23,7 @@ make every example a pass of its own, so that few are scored."""
 OF_CLIENTS = ("trained_parts", "head_epochs", "rate_factor", "prior_correction", "proximal_mu", "personal_rounds")
 """Settings of a method that say how a client trains by itself."""
 NOT_LOCAL_ALONE = {
-    **dict.fromkeys(("centralized", "multitask"), "its one client has another name, and so other draws"),
+    "centralized": "its one client has another name, and so other draws",
     "fedlease": "clients begin with the adapters of the warm-up that clusters them",
     "fedpac": "features are pulled to the means of the client's own classes",
     **dict.fromkeys(("ditto", "feddpa"), "scores are of a second model, pulled to the first or stacked on it"),
@@ -66,7 +66,7 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     kept = {name: row.settings[name] for name in ("space", "split", "importance") if name in row.settings}
     local = {**SMALL, **alone, **own, **kept, "ranks": words["ranks"], "strategy": "local", "name": "local"}
     result, reference = run_config(config(**words)), finished(config(**local))
-    if method in ("centralized", "multitask"):
+    if method == "centralized":
         assert {client for client, _ in losses(result.folder)} == {"movie-all"}
         return
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
@@ -130,7 +130,7 @@ def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(config,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
+@pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     # one device for all: profiles go by place, and with another device a client arrives at another time
     small = {**words_of(method), "samples": 8, "local_epochs": 1, "devices": ("laptop_8gb",)}

@@ -39,7 +39,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "feddpa": {**SOME, "ranks": "4"},
     "fedalt": {**SOME, "ranks": "4"},
     "rolora": {**SOME, "ranks": "4", "rounds": 3},
-    "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "fisher"},
 }
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "moments": {"strategy": "fedadam", "participation": 0.75, "server_lr": 0.02},

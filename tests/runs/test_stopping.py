@@ -126,11 +126,13 @@ def test_the_best_rounds_are_kept_until_better_ones_come(config: Make, tmp_path:
 
 
 def test_what_only_last_rounds_do_is_done_when_a_run_stops(config: Make) -> None:
-    result = run_config(config(strategy="fedavg", keep="best", rounds=8, lr=0.02, patience=1))
-    assert 1 < result.rounds < 8
-    kept = [row["round"] for row in rows(result.folder) if row.get("event") == "kept own model"]
-    assert set(kept) == {result.rounds}
-    passing_audit(result.folder)
+    words = {"strategy": "fedavg", "rounds": 8, "lr": 0.02, "patience": 1}
+    plain = run_config(config(**words, name="plain"))
+    scaled = run_config(config(**words, name="scaled", temperature_scaling=True))
+    assert 1 < plain.rounds == scaled.rounds < 8
+    pairs = zip(rows(plain.folder), rows(scaled.folder), strict=True)
+    assert {one["round"] for one, other in pairs if one.get("loss") != other.get("loss")} == {plain.rounds}
+    passing_audit(scaled.folder)
 
 
 def test_an_audit_finds_a_run_that_should_have_stopped(copied: Path) -> None:

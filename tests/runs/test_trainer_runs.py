@@ -80,7 +80,6 @@ def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[s
         (["--dropout", "0.1"], "--dropout 0.1 is drawn in ATLAS's own steps, and --trainer hf_trainer takes steps of"),
         (["--precision", "fp16"], "take --precision bf16 or fp32, or leave --trainer out"),
         (["--gradient-checkpointing"], "--gradient-checkpointing needs adapters in place while gradients are"),
-        (["--strategy", "multitask", "--ranks", "4"], "--multitask takes a step of all tasks at once"),
         (["--preset", "vision-lora"], "(images); leave the others out, or take --trainer atlas"),
         (["--tasks", "squad"], "there is squad (text to write); leave the others out, or take --trainer atlas"),
         (["--plugin", "examples/plugins/client_term.py"], "in which the term small_adapters of a plug-in would not"),

@@ -9,7 +9,7 @@ from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
 from atlas_fl.audit.dense import same_tensors
 from atlas_fl.audit.privacy import check_privacy
-from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_adapter
+from atlas_fl.audit.recompute import Comparison, Recomputed, farthest
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import formula_of, predicts_in_blocks
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, open_run
@@ -171,9 +171,6 @@ class RunCheck:
                 return
         summed = run.models_if_any(round, "summed")
         before = {**(server_models if formula.mixes else held), **present, **summed}
-        if run.settings.training.multitask:
-            yield from (AuditRow("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
-            before = with_common_adapter(before, present)
         step = Step(
             run=run,
             plan=plan,
@@ -203,13 +200,10 @@ class RunCheck:
             if fault or not rows:
                 return
         truth = Recomputed(step=step, formula=formula, after=after)
-        for k, (client, comparisons) in enumerate(zip(plan.clients, truth.comparisons(), strict=True)):
+        for client, comparisons in zip(plan.clients, truth.comparisons(), strict=True):
             mixed, error, moved = "", 0.0, ""
             if client in record.restored:
                 mixed = restored_fault(run, plan, self.held[client], after[client], trained=present)
-            elif run.mixing.keep == "best" and client in record.kept:
-                if not all(truth.is_still(k, key) for key in step.trained[client]):
-                    mixed = "it was to keep its own model, but it changed"
             else:
                 mixed, error = farthest(comparisons, "changed, but should have stayed as it was")
                 moved = _stillness_fault(comparisons)

@@ -1,49 +1,18 @@
 """Clients' models after a round computed a second time, in dense float64, from the formula of the rule.
 
-Product space by full singular value decompositions; factors row by row of the rank; what clients have in common.
+Product space by full singular value decompositions; factors row by row of the rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components
-from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, Parts, decompose, is_compared, is_mixed, rank_error, value
-from atlas_fl.audit.run_files import AuditPlan, Models
+from atlas_fl.audit.run_files import Models
 from atlas_fl.audit.step import Formula, Step, Value, weights
 from atlas_fl.params import HEAD, LORA_A, LORA_B, is_last_layer
-
-
-def common_faults(
-    plan: AuditPlan, trained: Models, after: Models, *, excluded: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """(task, fault) of tasks with one adapter: the first tensor of which it has another than a task before it.
-
-    Who kept its own model at the end has it with the adapter of when it was trained.
-    """
-    for k, client in enumerate(plan.clients):
-        faults = [
-            f"{client} {what} another {key} than {other}"
-            for models, what in ((trained, "trained"), (after, "starts with"))
-            for other in plan.clients[:k]
-            if client in models and other in models and not {client, other} & set(excluded)
-            for key, tensor in adapters_of(models[client]).items()
-            if not tensor.equal(models[other][key])
-        ]
-        yield client, faults[0] if faults else ""
-
-
-def with_common_adapter(before: Models, trained: Models) -> Models:
-    """Models before the server's step, with the adapter that tasks have trained together for those who took no part."""
-    common = adapters_of(next(iter(trained.values()), {}))
-    return {client: {**params, **common} for client, params in before.items()}
-
-
-def adapters_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that tasks with one adapter have in common: all but the head."""
-    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +65,14 @@ class Recomputed:
                 found[k] += self._compare(k, key)
         return found
 
-    def is_still(self, k: int, key: str) -> bool:
+    def _is_still(self, k: int, key: str) -> bool:
         """Return whether client k starts with the very bits that it held."""
         name = self.step.plan.clients[k]
         return self.step.trained[name][key].equal(self.after[name][key])
 
     def _compare(self, k: int, key: str) -> list[tuple[str, Comparison]]:
         """The comparison of one tensor of client k, or at its A that of a module in product space; nothing at its B."""
-        mixing, still = self.step.run.mixing, self.is_still(k, key)
+        mixing, still = self.step.run.mixing, self._is_still(k, key)
         if not (self.formula.mixes and is_mixed(key, mixing.share)) or self._stays(k, key):
             return [(key, Comparison(error=0.0 if still else float("inf"), shift=0.0, still=still))]
         if not is_compared(key, mixing.share, mixing.space):
@@ -113,7 +82,7 @@ class Recomputed:
         is_module = mixing.space == "product" and key.endswith(LORA_A)
         if is_module:
             rank = len(self.step.trained[name][key])
-            still = still and self.is_still(k, key.removesuffix(LORA_A) + LORA_B)
+            still = still and self._is_still(k, key.removesuffix(LORA_A) + LORA_B)
             row = self.weights(key)[k].tobytes()
             if row not in self._known:
                 mixed, size = self._expected(k, key, was)

@@ -41,7 +41,7 @@ MULTI_TASK = FromHalves(within="all", predict=by_multi_task_averaging)
 STACKED, WITH_RESIDUAL, WITH_REST = (ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
 
 RULES: Mapping[str, Formula] = {
-    **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe", "local_prior"), OWN),
+    **dict.fromkeys(("local", "local_only", "centralized", "linear_probe", "local_prior"), OWN),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), MEAN),
     **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), MEAN),
     **dict.fromkeys(("scaffold", "ditto", "apfl", "feddpa"), MEAN),

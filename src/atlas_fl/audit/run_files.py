@@ -94,8 +94,6 @@ class AuditRecord:
     """File of the plan in force."""
     loaded: Mapping[str, tuple[str, int]]
     """Digest and number of the tensors that each client says it loaded."""
-    kept: tuple[str, ...]
-    """Clients that kept their own model because it was better on validation."""
     without_edges: tuple[str, ...]
     """Clients that were nobody's neighbour in the server's step, because their update was refused."""
     clipped: tuple[str, ...]
@@ -171,7 +169,7 @@ class Run:
                 eta=None if content["eta"] is None else float(content["eta"]),
                 plan=content["plan"],
                 loaded={client: (str(one["digest"]), int(one["keys"])) for client, one in content["loaded"].items()},
-                **{name: tuple(map(str, content[name])) for name in ("participants", "kept", "clipped", "restored")},
+                **{name: tuple(map(str, content[name])) for name in ("participants", "clipped", "restored")},
                 without_edges=tuple(map(str, content.get("without_edges", ()))),
             )
 
@@ -244,10 +242,9 @@ def _numbers(folder: Path, *, within: Path) -> list[int]:
 def last_round(path: Path, config: Config) -> int:
     """The last round of a complete run: that of its settings, or where it was to stop early the one it stopped after.
 
-    That one is what the validation scores say, not what the run says of itself. Only with `keep = "best"` are the rows
-    of the last round those of other models than the ones that decided, and the run is believed.
+    That one is what the validation scores say, not what the run says of itself.
     """
-    training, mixing = config.training, config.mixing
+    training = config.training
     if not training.patience:
         return training.rounds
     file = path / "metrics.jsonl"
@@ -256,14 +253,12 @@ def last_round(path: Path, config: Config) -> int:
     with reading(file, "file of a run's rows"):
         for row in (row for row in rows if row.get("split") == "validation"):
             scores.setdefault(int(row["round"]), []).append(float(row["primary"]))
-        stopped_at = {row["round"] for row in rows if row.get("event") == "stopped early" and mixing.keep == "best"}
     best, best_round = -math.inf, 0
     for number in sorted(scores):
         mean = fmean(scores[number])
         if mean - best > training.min_delta:
             best, best_round = mean, number
-        waited = number - best_round >= training.patience or number in stopped_at
-        if waited and number % mixing.aggregate_every == 0:
+        if number - best_round >= training.patience and number % config.mixing.aggregate_every == 0:
             return number
     return training.rounds
 

@@ -30,17 +30,14 @@ ResultT = TypeVar("ResultT")
 def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
 
-    A job that is larger than that alone makes a pack of one, and so does one that trains a whole model. Tasks with
-    one adapter (`--multitask`) step at once, so they are in one pack however large it is; its rows are then formed
-    by `rows`.
+    A job that is larger than that alone makes a pack of one, and so do one that trains a whole model and one on the
+    stock path.
     """
     if site.trainable == "full":
         yield from _full_packs(jobs, site)
         return
-    if jobs and site.backbone.family.stock and not getattr(jobs[0].options, "multitask", False):
+    if site.backbone.family.stock:
         yield from ([job] for job in jobs)
-    elif jobs and getattr(jobs[0].options, "multitask", False):
-        yield list(jobs)
     else:
         yield from greedy_packs([(job, tokens_of(job, site)) for job in jobs], site.max_tokens)
 
@@ -62,16 +59,6 @@ def same_models(jobs: Sequence[Job]) -> list[list[int]]:
     for index, job in enumerate(jobs):
         groups.setdefault(tuple(id(tensor) for tensor in job.params.values()), []).append(index)
     return list(groups.values())
-
-
-def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
-    """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large.
-
-    On the stock path each is a row of its own.
-    """
-    if site.backbone.family.stock:
-        return [[index] for index in range(len(jobs))]
-    return list(greedy_packs([(index, tokens_of(job, site)) for index, job in enumerate(jobs)], site.max_tokens))
 
 
 def tokens_of(job: Job, site: Site) -> float:

@@ -2,12 +2,6 @@
 
 The schedule runs over the steps of the whole run: a linear warm-up, then constant, linear, cosine or step decay.
 `LocalTrainer` is one client while it trains: its batches, leaves, schedule and optimizer (`client.optimizer`).
-
-With `--multitask` the clients are tasks, and all adapters are one set (`SharedAdapters`): every step takes a batch of
-each task that has one left in the round, and one optimizer moves the set by the mean gradient of the tasks, each
-clipped as ever by the norm over its whole model (Caruana 1997, "Multitask learning", doi 10.1023/A:1007379606734).
-The set trains as long as one task does, by the schedule of the task with the most steps. Each head is moved by its own
-gradient.
 """
 
 import math
@@ -22,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.batching import Dropout, dropout_masks, forward_to_heads, make_row, read_logits, rows
+from atlas_fl.client.batching import Dropout, dropout_masks, forward_to_heads, make_row, read_logits
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
@@ -35,7 +29,7 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.registry import apply_layers
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
-from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
+from atlas_fl.params import PRIVATE, Params, digest, with_frozen
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -233,9 +227,8 @@ class LocalTrainer:
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
         self._tells_skipped = site.fp16 and site.trainable == "full"
-        own_leaves = {key: leaf for key, leaf in self.leaves.items() if key.startswith(HEAD) or not options.multitask}
-        self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
-        load_momentum(self.optimizer, own_leaves, job.kept.get("momentum", {}), masks=job.mask)
+        self.optimizer = make_optimizer(self.leaves, options, masks=job.mask, skips=site.fp16)
+        load_momentum(self.optimizer, self.leaves, job.kept.get("momentum", {}), masks=job.mask)
         self.prior = log_prior(job, site)
         rewarded = options.dpo_beta is not None
         self._reference = reference_log_probs(job.client, data, site) if rewarded else np.empty(0, np.float32)
@@ -314,29 +307,19 @@ class LocalTrainer:
         return gradient_norms(self.leaves)
 
     def step(self, done: int, *, norms: Tensor | None = None) -> None:
-        """Transform the gradients, step the optimizer, clear the gradients; `norms` as for `transform_gradients`."""
-        if self.transform_gradients(done, norms=norms):
-            self.optimizer_step(done)
+        """One optimizer step at the rate of its schedule; none where a scaled gradient overflows.
 
-    def transform_gradients(self, done: int, *, norms: Tensor | None = None) -> bool:
-        """Unscale, clip and add the client's terms; False where a scaled gradient overflows and the step is left out.
-
-        What does not move in this step loses its gradient. `norms` are those of all gradients of a model of which only
-        one side is here.
+        Gradients are unscaled, clipped and given the client's terms first, and cleared at the end. What does not move
+        in this step loses its gradient. `norms` are those of all gradients of a model of which only one side is here.
         """
+        is_head_step = done < self.head_steps
         for name, leaf in self.leaves.items():
-            if not self.options.moves(name, round=self.job.round, is_head_step=done < self.head_steps):
+            if not self.options.moves(name, round=self.job.round, is_head_step=is_head_step):
                 leaf.grad = None
         if self._transform(self.leaves, norms):
-            return True
-        self.zero_grad()
-        return False
-
-    def optimizer_step(self, done: int) -> None:
-        """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
-        factor = self.options.head_rate if done < self.head_steps else 1.0
-        optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps, factor=factor)
-        self._second.after_step(self.leaves)
+            options, factor = self.options, self.options.head_rate if is_head_step else 1.0
+            optimizer_step(self.optimizer, options, round=self.job.round, done=done, steps=self.steps, factor=factor)
+            self._second.after_step(self.leaves)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -368,56 +351,10 @@ class LocalTrainer:
         )
 
 
-class SharedAdapters:
-    """The adapters that all tasks of a pack train together (`--multitask`)."""
-
-    def __init__(self, tasks: Sequence[LocalTrainer]) -> None:
-        self._tasks = sorted(tasks, key=lambda task: task.job.client)
-        first = self._tasks[0]
-        keys = sorted(key for key in first.params if not key.startswith(HEAD))
-        assert all(torch.equal(task.params[key], first.params[key]) for task in self._tasks for key in keys), (
-            "tasks with one adapter begin with the same one"
-        )
-        self._leaves = {
-            key: first.params[key].detach().clone().requires_grad_() for key in keys if first.params[key].requires_grad
-        }
-        self._steps = max(task.steps for task in self._tasks)
-        self._optimizer = make_optimizer(self._leaves, first.options)
-
-    def step(self, done: int, moving: Collection[LocalTrainer]) -> None:
-        """Move the adapters by the tasks that step now, and give them to all.
-
-        A gradient that is not finite is left out where another one is: what a task broke is not broken for all.
-        """
-        present = [task for task in self._tasks if task in moving]
-        sound = [task for task in present if self._is_finite(task)] or present
-        if not sound or not self._leaves:
-            return
-        for key, leaf in self._leaves.items():
-            leaf.grad = torch.zeros_like(leaf) if len(sound) > 1 else None
-            for task in sound:
-                gradient = task.params[key].grad
-                assert gradient is not None, "what is shared has a gradient in every step"
-                leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=1 / len(sound))
-        first = self._tasks[0]
-        optimizer_step(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
-        with torch.no_grad():
-            for key, leaf in self._leaves.items():
-                for task in self._tasks:
-                    task.params[key].copy_(leaf)
-
-    def _is_finite(self, task: LocalTrainer) -> bool:
-        gradients = [task.params[key].grad for key in self._leaves]
-        return all(gradient is not None and bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def step_all(members: Iterable[LocalTrainer], done: int, shared: SharedAdapters | None = None) -> None:
-    """One optimizer step of these clients, and of the adapters that they share."""
-    moving = [member for member in members if member.transform_gradients(done)]
-    if shared is not None:
-        shared.step(done, moving)
-    for member in moving:
-        member.optimizer_step(done)
+def step_all(members: Iterable[LocalTrainer], done: int) -> None:
+    """One optimizer step of these clients."""
+    for member in members:
+        member.step(done)
 
 
 Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
@@ -427,19 +364,12 @@ Step: TypeAlias = Callable[[Mapping[int, LocalTrainer], int, Site], None]
 """(the active members by their job's place, steps done, site): one optimizer step of each."""
 
 
-def whole_step(shared: SharedAdapters | None) -> Step:
-    """A step where all blocks are here."""
-
-    def step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
-        members = list(active.values())
-        # Only tasks with one adapter are together in a pack that may be too large.
-        alone = shared or site.backbone.family.stock
-        parts = rows([member.job for member in members], site) if alone else [list(range(len(members)))]
-        for indices in parts:
-            _compute_gradients([members[index] for index in indices], done, site)
-        step_all(members, done, shared)
-
-    return step
+def whole_step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
+    """A step where all blocks are here: one row of all members, or on the stock path a row of each."""
+    members = list(active.values())
+    for part in [[member] for member in members] if site.backbone.family.stock else [members]:
+        _compute_gradients(part, done, site)
+    step_all(members, done)
 
 
 def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> None:
@@ -465,7 +395,7 @@ def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -
         member.losses.append(loss.detach())
 
 
-def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step | None = None) -> list[Update]:
+def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step = whole_step) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
     The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
@@ -474,7 +404,6 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     """
     began = time.perf_counter()
     members = [LocalTrainer(job, site) for job in jobs]
-    step = step or whole_step(SharedAdapters(members) if members and members[0].options.multitask else None)
     active = {index: member for index, member in enumerate(members) if member.steps > 0}
     done = 0
     while active:

@@ -74,8 +74,6 @@ class TrainOptions:
     """Add what they took from the client's last change, which it keeps."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`methods.prior_correction`)."""
-    multitask: bool = False
-    """All clients train one set of adapters, each with a head of its own (`client.local_training`)."""
     second_model: str = "none"
     """Kind of the job's model, beside its `companion` (`methods.registry.SECOND_MODELS`)."""
     second_weight: float = 0.5

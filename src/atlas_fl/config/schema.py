@@ -159,8 +159,6 @@ class TrainingConfig:
     """Multiple of the learning rate in the steps of `head_then_rest` on the head alone (FedPAC)."""
     rate_factor: Annotated[float, Range(above=0), Tried("ffa", "fedsvd", values=(4.0, 10.0, 2.0))] = 1.0
     """Multiple of `--lr`, also of a model's own, at which clients train: `ffa` and `fedsvd` need a larger one."""
-    multitask: bool = False
-    """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""
@@ -545,8 +543,6 @@ class MixingConfig:
     secure_range: Annotated[float, Range(above=0, most=1e6)] = 4.0
     """Largest size of a weight under --secure; a client with a larger one is refused. Means are right to about
     this times the clients over 2^30."""
-    keep: Literal["mixed", "best"] = "mixed"
-    """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

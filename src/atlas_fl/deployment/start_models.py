@@ -36,7 +36,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params, digest, lora_modules, ranks
-from atlas_fl.planning.leakage import most_models
+from atlas_fl.planning.leakage import MODELS_A_ROUND
 from atlas_fl.setup.options import scale_of, train_options, warmup_rank
 
 Initial: TypeAlias = Callable[[Mapping[str, int]], Params]
@@ -140,12 +140,11 @@ class StartModels:
         # each different model of a round is another look at the data
         split = getattr(job.options, "split", "")
         models = self._models.setdefault((action, job.round, split), set())
-        most = most_models(self.config, split)
         models.add(digest(params))
-        if len(models) > most:
+        if len(models) > MODELS_A_ROUND:
             raise ProtocolError(
                 f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
-                f" {most} a round, because each shows the data once more; nothing was sent: ask who runs it"
+                f" {MODELS_A_ROUND} a round, because each shows the data once more; nothing was sent: ask who runs it"
             )
         initial = self.initial(ranks(params))
         # the initialisation, but for warmed-up or imported tensors

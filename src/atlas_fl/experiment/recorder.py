@@ -291,7 +291,6 @@ class Recorder:
             "eta": record.method.eta(record.round) if record.aggregated else 0.0,
             "plan": self.plan_file,
             "loaded": loaded,
-            "kept": list(record.outcome.kept_local),
             "clipped": list(received.clipped),
             "restored": list(step.restored),
         }

@@ -1,8 +1,8 @@
-"""The round loop: sample clients, train, aggregate, evaluate, select models, stop early, record.
+"""The round loop: sample clients, train, aggregate, evaluate, stop early, record.
 
-A run ends with its last round, or with `--patience` where validation scores no longer rise. After the last round a
-client may keep its own model (`--keep best`), every client receives its newest model, and text is written for ROUGE.
-Engines train and evaluate the clients; the recorder writes the files.
+A run ends with its last round, or with `--patience` where validation scores no longer rise. After the last round every
+client receives its newest model, and text is written for ROUGE. Engines train and evaluate the clients; the recorder
+writes the files.
 """
 
 import time
@@ -83,18 +83,17 @@ def finish_round(
     engine: Engine,
     state: FederationState,
     mixed: ByClient,
-    trained: ByClient,
     *,
     cuts: Mapping[str, Cut],
     aggregated: bool,
 ) -> RoundOutcome:
-    """Evaluate the mixed models, select models after the last round, and decide on early stopping.
+    """Evaluate the mixed models, calibrate them after the last round, and decide on early stopping.
 
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
     config, training, number = assembly.config, assembly.config.training, state.round + 1
 
-    def select(*, final: bool) -> RoundOutcome:
+    def evaluated(*, final: bool) -> RoundOutcome:
         evaluations: list[Update] = []
 
         def evaluate(
@@ -108,11 +107,6 @@ def finish_round(
             return {update.client: update for update in updates}
 
         client_models: ByClient = mixed
-        kept_local: tuple[str, ...] = ()
-        if final and config.mixing.keep == "best" and strategy_of(config).communicates:
-            local_scores = evaluate(trained, "validation")
-            mixed_scores = evaluate({name: mixed[name] for name in trained}, "validation")
-            client_models, kept_local = select_models(mixed, trained, local_scores, mixed_scores)
         temperatures: ByClient = {}
         if final and config.training.temperature_scaling:
             tasks = {client.name: client.task.name for client in assembly.clients if client.task.has_classes}
@@ -126,41 +120,26 @@ def finish_round(
             scores = {split: evaluate(client_models, split, new_tokens=count) for split, count in new_tokens.items()}
         return RoundOutcome(
             client_models=client_models,
-            kept_local=kept_local,
             scores=scores,
             evaluations=tuple(evaluations),
             temperatures=temperatures,
             final=final,
         )
 
-    outcome = select(final=number == training.rounds)
+    outcome = evaluated(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
     if outcome.final or not aggregated or score is None:
         return outcome
     history = {**state.history, number: score}
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
         return outcome
-    last = select(final=True)
+    last = evaluated(final=True)
     return replace(last, evaluations=(*outcome.evaluations, *last.evaluations), stopped=True)
 
 
 def _of_client(trees: TreesByClient, name: str) -> dict[str, Params]:
     """The tensors of one client by kind, without empty ones."""
     return without_empty({kind: by_client.get(name, {}) for kind, by_client in trees.items()})
-
-
-def select_models(
-    mixed: ByClient, trained: ByClient, local_scores: Mapping[str, Update], mixed_scores: Mapping[str, Update]
-) -> tuple[dict[str, Params], tuple[str, ...]]:
-    """(the mixed models, with the local one of a client where its validation loss is lower, these clients)."""
-    kept_local = []
-    # who does not answer cannot say that its own is better
-    for name in (name for name in trained if name in local_scores and name in mixed_scores):
-        loss, mixed_loss = local_scores[name].metrics["loss"], mixed_scores[name].metrics["loss"]
-        if isfinite(loss) and not loss >= mixed_loss:  # any number is below NaN
-            kept_local.append(name)
-    models = {name: trained[name] if name in kept_local else params for name, params in mixed.items()}
-    return models, tuple(kept_local)
 
 
 def check_updates(
@@ -398,7 +377,7 @@ def one_round(
         client_models=step.client_models,
     )
     predicting = mixed.predicting_models(config)
-    outcome = finish_round(assembly, engine, state, predicting, received.models, cuts=cuts, aggregated=start.aggregates)
+    outcome = finish_round(assembly, engine, state, predicting, cuts=cuts, aggregated=start.aggregates)
     record = RoundRecord(
         round=start.round,
         sampled=start.clients,
@@ -475,15 +454,10 @@ def _aggregate(
         validation=state.validation_scores,
         reports={method.report: reports} if reports else {},
     )
-    server_models = state.server_models
-    if config.training.multitask:  # all tasks have trained the adapters together, also of who took no part
-        shared = next(iter(trained.values()), {})
-        adapters = {key: tensor for key, tensor in shared.items() if not key.startswith(HEAD)}
-        server_models = {name: {**model, **adapters} for name, model in server_models.items()}
     result = method.aggregate(
         StepInputs(
             server_state=server_state,
-            client_models=server_models,
+            client_models=state.server_models,
             updates=secure.updates or trained,
             federation=federation,
             round=state.round + 1,
@@ -533,8 +507,8 @@ def _diversity(assembly: Assembly, before: ByClient, outcome: RoundOutcome) -> D
 def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assembly) -> ServerStep:
     """The server's step with unusable mixed models replaced by the initial ones, and the reason by client.
 
-    A model with values that are NaN, infinite or very large is unusable. Tasks that share an adapter
-    all keep their models where one is unusable, and so do all clients where the server state is.
+    A model with values that are NaN, infinite or very large is unusable. All clients keep their models where the server
+    state is, and with a rule that holds factors frozen where one model is.
     """
     mixed = {name: params for name, params in step.client_models.items() if params is not state.client_models[name]}
     is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(step.server_state).values())
@@ -542,7 +516,7 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
     if not unusable:
         return step
     has_frozen = strategy_of(assembly.config).holds_frozen
-    if assembly.config.training.multitask or has_frozen:
+    if has_frozen:
         unusable = set(mixed)
     restored = {name: state.client_models[name] for name in mixed if name in unusable}
     return replace(

@@ -131,8 +131,6 @@ class RoundOutcome:
 
     client_models: ByClient
     """Models that clients predict with."""
-    kept_local: tuple[str, ...] = ()
-    """Clients that keep their own model at the end of the run."""
     scores: Mapping[Split, Mapping[str, Update]] = field(default_factory=dict)
     """Scores of these models; empty in a round without evaluation."""
     evaluations: tuple[Update, ...] = ()
@@ -202,7 +200,6 @@ class RoundRecord:
             "missing": dict.fromkeys(self.missing),
             "clipped": self.received.clipped,
             "restored": dict.fromkeys(self.step.restored, UNUSABLE),
-            "kept own model": dict.fromkeys(self.outcome.kept_local),
         }
         rows: list[dict[str, Any]] = [
             {"round": self.round, "client": client, "event": event, "reason": reason}

@@ -35,11 +35,6 @@ MODELS_A_ROUND = 2
 was killed mixes the round again without a client."""
 
 
-def most_models(config: Config, split: str) -> int:
-    """Number of different models that a site scores on a split, or trains, in one round: `--keep best` scores two."""
-    return MODELS_A_ROUND + (config.mixing.keep == "best" and split == "validation")
-
-
 def is_scored_round(config: Config, number: int) -> bool:
     """Return whether a site's model is scored after this round; before round one it may be, for the graph."""
     last = config.training.rounds
@@ -60,8 +55,8 @@ def most_looks(config: Config, *, examples: int) -> dict[Split, int]:
     again = 0 if not phase.recluster_every else (training.rounds - 1) // phase.recluster_every
     return {
         "train": MODELS_A_ROUND * (training.rounds * epochs + plan * (1 + 2 * again)),
-        "validation": most_models(config, "validation") * scored,
-        "test": most_models(config, "test") * scored,
+        "validation": MODELS_A_ROUND * scored,
+        "test": MODELS_A_ROUND * scored,
     }
 
 

@@ -50,7 +50,7 @@ class FederationResults:
     seeds: Mapping[str, tuple[int, ...]]
     """By method, those of its runs."""
     in_one_place: Mapping[str, tuple[float, ...]]
-    """Mean test scores by seed of `centralized` and `multitask`, which have one client a task."""
+    """Mean test scores by seed of `centralized`, which has one client a task."""
 
     @property
     def incomplete(self) -> dict[str, tuple[int, ...]]:
@@ -70,11 +70,8 @@ def lines_in_one_place(result: FederationResults) -> list[str]:
     """A sentence on each method that has all examples in one place."""
     lines = []
     for name, scores in sorted(result.in_one_place.items()):
-        is_shared = name.split()[0] == "multitask"
-        what = "in one place, one adapter" if is_shared else "of a task in one place"
-        lines.append(
-            f"All examples {what} ({name}): {fmean(scores):.3f} over {len(scores)} seed{'s' * (len(scores) > 1)}"
-        )
+        seeds = f"{len(scores)} seed{'s' * (len(scores) > 1)}"
+        lines.append(f"All examples of a task in one place ({name}): {fmean(scores):.3f} over {seeds}")
     return lines
 
 
