@@ -3,6 +3,7 @@
 Whether the rest of them fits the package is for the type checker to find.
 """
 
+import csv
 import re
 import runpy
 import sys
@@ -84,9 +85,26 @@ def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "page"), [("equal_terms.csv", "results.md"), ("new_federations.csv", "results-new-data.md")]
+    ("rows", "page"),
+    [
+        ("equal_terms.csv", "results.md"),
+        ("new_federations.csv", "results-new-data.md"),
+        ("other_methods.csv", "results-other-methods.md"),
+    ],
 )
 def test_the_page_of_results_is_what_its_command_writes(rows: str, page: str, tmp_path: Path) -> None:
     words = ["results", str(ROOT / "benchmarks" / rows), "--control", "fedavg", "--all", "--to", str(tmp_path / page)]
     assert main(words) == 0
     assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+
+
+def test_the_rows_that_other_methods_are_compared_with_are_those_of_the_first_five_seeds() -> None:
+    """`fedavg`, `local`, `kriging` and `atlas` were run once, with the main methods."""
+    main_rows, others = (
+        {(row["preset"], row["strategy"], row["seed"]): row for row in csv.DictReader(path.read_text().splitlines())}
+        for path in (ROOT / "benchmarks/equal_terms.csv", ROOT / "benchmarks/other_methods.csv")
+    )
+    shared = [key for key in others if key[1] in ("fedavg", "local", "kriging", "atlas")]
+    assert len(shared) == 4 * 6 * 5
+    assert all(others[key] == main_rows[key] for key in shared)
+    assert not {key for key in others if key not in shared} & main_rows.keys()

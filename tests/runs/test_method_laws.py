@@ -26,7 +26,7 @@ NOT_LOCAL_ALONE = {
     "centralized": "its one client has another name, and so other draws",
     "fedlease": "clients begin with the adapters of the warm-up that clusters them",
     "fedpac": "features are pulled to the means of the client's own classes",
-    **dict.fromkeys(("ditto", "feddpa"), "scores are of a second model, pulled to the first or stacked on it"),
+    **dict.fromkeys(("apfl", "ditto", "feddpa"), "scores are of a second model, beside the one that is mixed"),
     **dict.fromkeys(("fedsb", "ravan"), "what trains stands between factors that local training does not have"),
     **dict.fromkeys(("fedalt", "fedalt_fixed"), "the adapter stands beside a frozen one, of nobody else"),
 }
