@@ -50,7 +50,14 @@ def test_topk_keeps_the_largest_values_of_the_whole_change() -> None:
         ({"update_filter": ["clop=1"]}, "unknown filter in --update-filter 'clop'; did you mean 'clip'"),
         ({"update_filter": ["clip"]}, "--update-filter is clip; allowed: clip=NUMBER above 0; give one"),
         ({"update_filter": ["clip=1", "noise=-1"]}, "--update-filter is noise=-1; allowed: noise=NUMBER above 0"),
-        ({"update_filter": ["quantise=1"]}, "--update-filter is quantise=1; allowed: quantise=NUMBER above 1"),
+        (
+            {"update_filter": ["quantise=1"]},
+            "--update-filter is quantise=1; allowed: quantise=NUMBER above 1, 32 at most",
+        ),
+        (
+            {"update_filter": ["quantise=2000"]},
+            "--update-filter is quantise=2000; allowed: quantise=NUMBER above 1, 32",
+        ),
         ({"update_filter": ["topk=1.5"]}, "--update-filter is topk=1.5; allowed: topk=NUMBER above 0, 1 at most; give"),
         ({"error_feedback": True}, "--error-feedback keeps what a filter takes from an update, and there is none"),
         ({"update_filter": ["clip=much"]}, "--update-filter is 'clip=much'; allowed: name, or name=number"),

@@ -51,7 +51,7 @@ def quantise(number: float | None) -> UpdateFilter:
     It is QSGD with a scale from the largest value (Alistarh et al. 2017, arXiv:1610.02132). A step is a power of two,
     so that the message needs one byte a value with up to 8 bits, and two with up to 16 (`sparse.compression`).
     """
-    bits = _number("quantise", number, least=1.0)
+    bits = _number("quantise", number, least=1.0, most=32.0)
 
     def round_values(change: Params, draws: torch.Generator) -> Params:
         rounded = {}

@@ -162,10 +162,15 @@ FIGURES: dict[str, Figure] = {
 
 
 def charts_of(record: Record, *names: str) -> list[Chart]:
-    """The charts of these figures, of those for which the run has rows; of many clients for some."""
+    """The charts of these figures, of those for which the run has rows."""
+    return [made for name in names for made in _charts(record, name, FIGURES[name].rows(record))]
+
+
+def _charts(record: Record, name: str, rows: Sequence[Row]) -> list[Chart]:
+    """The charts of a figure with these rows, of many clients for some; none without rows."""
     hidden = record.task_of.keys() - set(evenly(record.sorted_clients))
-    rows = {name: [row for row in FIGURES[name].rows(record) if row.get("client") not in hidden] for name in names}
-    return [drawn for name in names if rows[name] for drawn in FIGURES[name].charts(record, rows[name])]
+    shown = [row for row in rows if row.get("client") not in hidden]
+    return FIGURES[name].charts(record, shown) if shown else []
 
 
 def plugin_charts(record: Record) -> dict[str, Chart]:
@@ -187,8 +192,7 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     drawn: dict[str, tuple[str, Sequence[Mapping[str, Any]]]] = {}
     for name, figure in FIGURES.items():
         rows = figure.rows(record)
-        if rows:
-            charts = charts_of(record, name)
+        if charts := _charts(record, name, rows):
             drawn[name] = draw(charts, columns=min(figure.columns, len(charts))), rows
     for name, made in plugin_charts(record).items():
         drawn[name] = draw([made]), made.rows

@@ -65,13 +65,13 @@ def _numbers(values: NDArray[np.float32], begun: NDArray[np.float32]) -> tuple[i
     for width in (1, 2) if np.isfinite(largest) else ():
         exponent = step_exponent(largest, steps=2.0 ** (8 * width - 1) - 0.5)
         numbers = np.rint(change * 2.0**-exponent).astype(_TYPES[width])
-        if np.array_equal(_moved(begun, numbers, exponent).view(np.int32), values.view(np.int32)):
+        if np.array_equal(_move(begun, numbers, exponent).view(np.int32), values.view(np.int32)):
             return width, exponent, numbers
     return 4, 0, values.view(np.int32) ^ begun.view(np.int32)
 
 
-def _moved(begun: NDArray[np.float32], numbers: NDArray[np.signedinteger], exponent: int) -> NDArray[np.float32]:
-    """The start moved by these numbers of steps, as a client's filter has moved it: one sum in float32."""
+def _move(begun: NDArray[np.float32], numbers: NDArray[np.signedinteger], exponent: int) -> NDArray[np.float32]:
+    """Move the start by these numbers of steps, as a client's filter moves it: one sum in float32."""
     with np.errstate(over="ignore"):  # a hostile exponent: what is not finite is refused where updates meet
         return np.asarray(begun + numbers.astype(np.float32) * np.float32(2.0**exponent), dtype=np.float32)
 
@@ -91,5 +91,5 @@ def _decode(message: Tensor, start: Tensor) -> Tensor:
         )
     numbers = np.zeros(begun.size, dtype=_TYPES[width])
     numbers[positions] = np.frombuffer(raw[end:].tobytes(), dtype=_TYPES[width])
-    values = (begun.view(np.int32) ^ numbers).view(np.float32) if width == 4 else _moved(begun, numbers, exponent)
+    values = (begun.view(np.int32) ^ numbers).view(np.float32) if width == 4 else _move(begun, numbers, exponent)
     return torch.from_numpy(values).view(start.shape)
