@@ -93,7 +93,7 @@ def finish_round(
     """
     config, training, number = assembly.config, assembly.config.training, state.round + 1
 
-    def evaluated(*, final: bool) -> RoundOutcome:
+    def finish(*, final: bool) -> RoundOutcome:
         evaluations: list[Update] = []
 
         def evaluate(
@@ -126,14 +126,14 @@ def finish_round(
             final=final,
         )
 
-    outcome = evaluated(final=number == training.rounds)
+    outcome = finish(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
     if outcome.final or not aggregated or score is None:
         return outcome
     history = {**state.history, number: score}
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
         return outcome
-    last = evaluated(final=True)
+    last = finish(final=True)
     return replace(last, evaluations=(*outcome.evaluations, *last.evaluations), stopped=True)
 
 
