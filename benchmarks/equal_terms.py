@@ -110,7 +110,7 @@ def main() -> int:
                 places = [folder, *([given.rows] if given.rows.exists() else [])]
                 given.rows.write_text(to_csv(find_finished_runs(places)), encoding="utf-8")
             print(words, flush=True)
-        shutil.rmtree(folder)
+            shutil.rmtree(folder)
 
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(run, missing))
