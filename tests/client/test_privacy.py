@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atlas_fl.client import private_training
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import batches
+from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.privacy import epsilon_of, noise_multiplier, noise_of, spending
+from atlas_fl.client.privacy import costs_of, epsilon_of, noise_multiplier, noise_of, rate_of, spending
 from atlas_fl.client.private_training import train_privately
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
@@ -59,7 +59,45 @@ def test_epsilon_is_that_of_published_settings(
 
 def test_one_full_batch_without_sampling_is_the_gaussian_mechanism() -> None:
     """By hand: sigma 3.7306 is what (1, 1e-5) needs (Balle and Wang 2018, the analytic Gaussian mechanism)."""
-    assert noise_of(1.0, 1, 1.0, 1e-5) == pytest.approx(3.7306, abs=5e-3)
+    assert noise_of(((1.0, 1),), 1.0, 1e-5) == pytest.approx(3.7306, abs=5e-3)
+
+
+def test_halves_cost_one_more_round_at_the_rate_of_the_smaller_half() -> None:
+    """By hand: of full batches, two steps of a round and two on halves are four, of twice the noise of one."""
+    options = dataclasses.replace(OPTIONS, rounds=1, epochs=2, batch_size=41, epsilon=1.0, delta=1e-5)
+    halves = dataclasses.replace(options, pays_halves=True)
+    assert noise_multiplier(41, halves) == pytest.approx(2 * 3.7306, abs=1e-2)
+    small = dataclasses.replace(halves, batch_size=4)
+    assert costs_of(41, small, 100) == ((4 / 41, 100), (4 / 20, 22))
+    assert spending(41, small, paid_steps=22)["epsilon"] == pytest.approx(small.epsilon, rel=0.01)
+    assert rate_of(41, dataclasses.replace(small, half=1)) == 4 / 20 and rate_of(1, small) == 1.0
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+def test_halves_are_disjoint_their_noise_differs_and_both_are_one_question(
+    tiny_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch, secret: bytes | None
+) -> None:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=13)
+    site, asked, seen = site_of(tiny, spec), list[str](), dict[int, set[int]]()
+    options = dataclasses.replace(OPTIONS, epochs=20, half=0, pays_halves=True, lr=1e4, clip=1e-6)
+    secrets = {} if secret is None else {"a-0": secret}
+    site = dataclasses.replace(site, secrets=secrets, pay=lambda question, *_: asked.append(question) or 0)
+    used, trained = dict[str, bytes](), []
+
+    def noted(jobs: list[Job], given, **others):
+        used.update(given.secrets)
+        return train(jobs, given, **others)
+
+    monkeypatch.setattr(private_training, "train", noted)
+    for half in (0, 1):
+        job = Job(client="a-0", params=tiny.params(spec), round=1, options=dataclasses.replace(options, half=half))
+        (update,) = train_privately([job], site)
+        trained.append(update.params)
+        drawn = batches(site.data["a-0"].splits["train"], job, secret=used.get("a-0"))
+        seen[half] = {int(one) for batch in drawn for one in batch.taken_from[1]}
+    assert len({*asked}) == 1 and len(asked) == 2
+    assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 13
+    assert not all(torch.allclose(trained[0][key], trained[1][key]) for key in trained[0])
 
 
 def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:

@@ -46,10 +46,28 @@ def test_a_run_spends_its_budget_and_reports_no_training_loss(config: Make) -> N
     assert not same_tensors(state(whole.folder), state(plain.folder))
 
 
+@pytest.mark.slow
+def test_halves_are_paid_for_once_and_the_audit_knows(config: Make) -> None:
+    """Rows of a run with halves; with the noise of one without, the audit finds more spent than the budget."""
+    given = {"ranks": "4", "alone": "none", "dp": "example", "epsilon": 1.0}
+    whole = run_config(config(name="whole", strategy="kriging", **given))
+    passing_audit(whole.folder, "epsilon")
+    noise = {row["client"]: row["noise_multiplier"] for row in rows(whole.folder) if row.get("split") == "train"}
+    plain = run_config(config(name="plain", strategy="fedavg", **given))
+    for row in rows(plain.folder):
+        if row.get("split") == "train":
+            assert noise[row["client"]] > row["noise_multiplier"]
+    (last,) = {row["round"] for row in rows(whole.folder) if row.get("split") == "train" and row["epsilon"] > 0.98}
+    assert last == max(row["round"] for row in rows(whole.folder))
+    check_altered_rows(whole.folder, (("noise_multiplier", 0.9, "spends epsilon"), ("epsilon", 0.9, "it says epsilon")))
+    parts = run_config(config(name="parts", strategy="kriging", max_rounds=1, **given))
+    assert same_tensors(state(whole.folder), state(resume_run(parts.folder).folder))
+
+
 def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = ["--dp", "example", "--ranks", "8", "--alone", "none", "--strategy", "fedavg"]
     for words, message in (
-        (["--strategy", "kriging"], "has two more; take a strategy without halves"),
+        (["--strategy", "fedpac"], "takes reports of the same examples"),
         (["--strategy", "fedavg_cluster"], "clusters by fingerprints of the same examples"),
         (["--strategy", "ditto"], "trains twice"),
         (["--ranks", "budget"], "measures importance on the same examples; set --ranks uniform"),

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from atlas_fl.audit.kriging import FromHalves
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rules import RULES
 from atlas_fl.audit.run_files import Run, reading
 from atlas_fl.storage.jsonl import read_rows
 
@@ -57,6 +59,7 @@ def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:
         return f"metrics.jsonl does not say {min(missing)}"
     noise, q, whole = float(row["noise_multiplier"]), 1.0, float(row["epsilon"])
     delta = units**-1.1 if training.delta is None else training.delta
+    halves: Costs = ()
     if row["paid_steps"] < steps:
         return f"it paid for {row['paid_steps']:g} steps of the {steps} that it took"
     if noise <= 0:
@@ -67,27 +70,34 @@ def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:
         planned, q = passes * ceil(units / training.batch_size), min(1.0, training.batch_size / units)
         if row["examples"] != units or row["steps"] != planned:
             return f"it took {row['steps']:g} steps on {row['examples']} examples, not {planned} on {units} as planned"
-        whole = spent(q, noise, training.rounds * planned, delta)
+        if isinstance(RULES.get(run.mixing.strategy), FromHalves):
+            halves = ((min(1.0, training.batch_size / max(1, units // 2)), planned),)
+        whole = spent(((q, training.rounds * planned), *halves), noise, delta)
     if whole > training.epsilon * (1 + TOLERANCE[0]) + TOLERANCE[1]:
         return f"noise of {noise:.4g} spends epsilon {whole:.4g} in {training.rounds} rounds, not {training.epsilon:g}"
-    wanted = spent(q, noise, int(row["paid_steps"]), delta)
+    wanted = spent(((q, int(row["paid_steps"])), *halves), noise, delta)
     if abs(row["epsilon"] - wanted) > wanted * TOLERANCE[0] + TOLERANCE[1]:
         return f"it says epsilon {row['epsilon']:.4g}, and {row['paid_steps']:g} steps at this noise spend {wanted:.4g}"
     return ""
 
 
-@lru_cache(maxsize=4096)
-def spent(q: float, noise: float, steps: int, delta: float) -> float:
-    """The epsilon of so many Poisson batches at rate q with this noise multiplier.
+Costs: TypeAlias = tuple[tuple[float, int], ...]
+"""(rate q, steps)."""
 
-    >>> round(spent(1.0, 3**0.5, 3, 0.126936), 3)
+
+@lru_cache(maxsize=4096)
+def spent(costs: Costs, noise: float, delta: float) -> float:
+    """The epsilon of so many Poisson batches at these rates with this noise multiplier.
+
+    >>> round(spent(((1.0, 3),), 3**0.5, 0.126936), 3)
     1.0
     """
     grid = GRID
-    while _reach(q, noise, steps) > grid * POINTS / 2:
+    while sum(_reach(q, noise, steps) for q, steps in costs) > grid * POINTS / 2:
         grid *= 2
     values = np.fft.fftfreq(POINTS, 1 / POINTS) * grid
-    composed = [np.fft.irfft(transform**steps, POINTS) for transform in _transforms(q, noise, grid)]
+    steps = [[one**count for one in _transforms(q, noise, grid)] for q, count in costs]
+    composed = [np.fft.irfft(np.prod(ways, axis=0), POINTS) for ways in zip(*steps, strict=True)]
 
     def excess(epsilon: float) -> float:
         above = values > epsilon

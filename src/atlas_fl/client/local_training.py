@@ -215,9 +215,9 @@ class LocalTrainer:
         secret = site.secrets.get(job.client)
         self.examples = len(positions(len(data), job.client, options, secret=secret))
         # a half takes the steps of the round, whatever its number of batches
-        examples = self.examples if options.half is None or not self.examples else len(data)
-        self.steps = num_steps(examples, options, round=job.round)
-        self.head_steps = num_head_steps(examples, options, round=job.round)
+        whole = self.whole_examples = self.examples if options.half is None or not self.examples else len(data)
+        self.steps = num_steps(whole, options, round=job.round)
+        self.head_steps = num_head_steps(whole, options, round=job.round)
         self.batches = batches(data, job, secret=secret)
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
         self._second = SECOND_MODELS[options.second_model](

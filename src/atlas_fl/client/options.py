@@ -86,6 +86,8 @@ class TrainOptions:
     """Weight of the pull to the job's centroids (`methods.fedpac`); 0 for none."""
     dp: Literal["none", "example"] = "none"
     """Unit of differential privacy (`client.privacy`)."""
+    pays_halves: bool = False
+    """The budget is also for models of halves, which are trained once."""
     epsilon: float = 8.0
     """Budget of the whole run under `dp`."""
     delta: float | None = None

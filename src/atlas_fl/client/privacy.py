@@ -3,9 +3,12 @@
 The noise multiplier z is the least that keeps `--epsilon` at `--delta` over all steps of the run, by privacy loss
 distributions (dp-accounting; add or remove one example) of Gaussian noise on Poisson batches. `client.private_training`
 takes the steps.
+
+Halves (`methods.kriging`) are paid for once. An example is in one of them, so both cost what the smaller one does.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,15 +41,14 @@ def _event(q: float, noise: float, steps: int) -> Any:
     return library.SelfComposedDpEvent(library.PoissonSampledDpEvent(q, library.GaussianDpEvent(noise)), steps)
 
 
-@lru_cache(maxsize=1024)
 def epsilon_of(q: float, noise: float, steps: int, delta: float) -> float:
     """The epsilon of so many steps at this rate q and noise multiplier."""
     return epsilon_of_all(((q, noise, steps),), delta)
 
 
-def epsilon_of_all(costs: Iterable[tuple[float, float, int]], delta: float) -> float:
+@lru_cache(maxsize=1024)
+def epsilon_of_all(costs: tuple[tuple[float, float, int], ...], delta: float) -> float:
     """The epsilon of (rate q, noise multiplier, steps) together."""
-    costs = tuple(costs)
     interval = 1e-4 if min(noise for _, noise, _ in costs) > 0.5 else 1e-3  # for speed
     accountant = _accounting().pld.PLDAccountant(value_discretization_interval=interval)
     for cost in costs:
@@ -55,17 +57,29 @@ def epsilon_of_all(costs: Iterable[tuple[float, float, int]], delta: float) -> f
 
 
 @lru_cache(maxsize=1024)
-def noise_of(q: float, steps: int, epsilon: float, delta: float) -> float:
-    """The least noise multiplier of which so many steps at this rate q spend no more than epsilon."""
+def noise_of(costs: tuple[tuple[float, int], ...], epsilon: float, delta: float) -> float:
+    """The least noise multiplier of which (steps at rate q) together spend no more than epsilon."""
     library = _accounting()
+
+    def event(noise: float) -> Any:
+        return library.ComposedDpEvent([_event(q, noise, steps) for q, steps in costs])
+
     # a coarser grid rounds epsilon up by less than a hundredth, in a fifth of the time
     rough = partial(library.pld.PLDAccountant, value_discretization_interval=1e-3)
-    return float(library.calibrate_dp_mechanism(rough, lambda noise: _event(q, noise, steps), epsilon, delta, tol=1e-3))
+    return float(library.calibrate_dp_mechanism(rough, event, epsilon, delta, tol=1e-3))
 
 
 def rate_of(examples: int, options: TrainOptions) -> float:
-    """The chance q of an example to be in a batch."""
-    return min(1.0, options.batch_size / examples)
+    """The chance q of an example to be in a batch, in the smaller half where these options are of one."""
+    return min(1.0, options.batch_size / max(1, examples if options.half is None else examples // 2))
+
+
+def costs_of(examples: int, options: TrainOptions, steps: int) -> tuple[tuple[float, int], ...]:
+    """(rate q, steps) of so many steps of rounds, and of those on halves."""
+    costs = ((rate_of(examples, replace(options, half=None)), steps),)
+    if options.pays_halves:
+        costs += ((rate_of(examples, replace(options, half=0)), num_steps(examples, options)),)
+    return costs
 
 
 def noise_multiplier(examples: int, options: TrainOptions) -> float:
@@ -75,14 +89,15 @@ def noise_multiplier(examples: int, options: TrainOptions) -> float:
     >>> round(noise_multiplier(160, options), 2)
     1.16
     """
-    steps = options.rounds * num_steps(examples, options)
-    return noise_of(rate_of(examples, options), steps, options.epsilon, delta_of(examples, options.delta))
+    costs = costs_of(examples, options, options.rounds * num_steps(examples, options))
+    return noise_of(costs, options.epsilon, delta_of(examples, options.delta))
 
 
 def spending(examples: int, options: TrainOptions, *, paid_steps: int) -> dict[str, float]:
-    """Metrics of what a client has spent with so many steps: `epsilon`, `noise_multiplier`, `paid_steps`."""
+    """Metrics `epsilon`, `noise_multiplier` and `paid_steps` of a client with so many steps, and with its halves."""
     noise = noise_multiplier(examples, options)
-    epsilon = epsilon_of(rate_of(examples, options), noise, paid_steps, delta_of(examples, options.delta))
+    costs = tuple((q, noise, steps) for q, steps in costs_of(examples, options, paid_steps))
+    epsilon = epsilon_of_all(costs, delta_of(examples, options.delta))
     return {"epsilon": epsilon, "noise_multiplier": noise, "paid_steps": float(paid_steps)}
 
 

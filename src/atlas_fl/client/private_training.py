@@ -62,25 +62,26 @@ def _copy(params: Params) -> dict[str, Tensor]:
 
 def noisy_sum(copies: Sequence[Params], member: LocalTrainer, done: int) -> dict[str, Tensor]:
     """The clipped gradients of these examples and the noise, by tensor; one that is not finite is left out."""
-    options, leaves, bound = member.options, member.leaves, member.options.clip
-    total = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    for copy in copies:
-        gradients = {name: grad for name in leaves if (grad := copy[name].grad) is not None}
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients.values()]))
-        if torch.isfinite(norm):
-            for name, gradient in gradients.items():
-                total[name].add_(gradient, alpha=min(1.0, bound / max(float(norm), 1e-12)))
-    noise = member.noise(done, deviation=noise_multiplier(member.examples, options) * bound)
-    return {name: one.add_(noise[name]) for name, one in total.items()}
+    bound = member.options.clip
+    total = member.noise(done, deviation=noise_multiplier(member.whole_examples, member.options) * bound)
+    names = [name for name in total if copies and copies[0][name].grad is not None]
+    stacked = [torch.stack([grad for copy in copies if (grad := copy[name].grad) is not None]) for name in names]
+    if stacked:
+        norms = torch.stack([torch.linalg.vector_norm(one.flatten(1), dim=1) for one in stacked]).norm(dim=0)
+        factors = torch.where(norms.isfinite(), bound / norms.clamp(min=bound), 0.0)
+        for name, one in zip(names, stacked, strict=True):
+            total[name] += torch.tensordot(factors[factors > 0], one[factors > 0], dims=1)
+    return total
 
 
 def _question(job: Job, site: Site) -> str:
-    """SHA-256 over all that the answer to a job follows from but the secret."""
+    """SHA-256 over all that the answer to a job follows from but the secret, the same of both halves."""
     trees = {**job.sent, **job.kept}
     beside = {f"{kind}/{key}": tensor for kind, tree in trees.items() for key, tensor in tree.items()}
-    options = replace(job.options, hash_loaded=False)  # an audit's choice, which no draw follows
+    # an audit's choice, which no draw follows; both halves have one division, and draw apart
+    options = replace(job.options, hash_loaded=False, half=None if job.options.half is None else 0)
     parts = (digest({**job.params, **beside}), site.data[job.client].splits["train"].digest, job.round, options)
-    return sha256(repr(parts).encode()).hexdigest()
+    return ("halves " if options.half == 0 else "") + sha256(repr(parts).encode()).hexdigest()
 
 
 def _pay(job: Job, site: Site, question: str) -> int:
@@ -103,6 +104,7 @@ def train_privately(jobs: Sequence[Job], site: Site) -> list[Update]:
     secrets = {name: secret_of_question(site.secrets[name], asked) for name, asked in questions.items() if site.secrets}
     spent = []
     for job, update in zip(jobs, train(jobs, replace(site, secrets=secrets), step=private_step), strict=True):
-        costs = spending(update.examples, job.options, paid_steps=paid[job.client])
+        is_round = job.options.half is None
+        costs = spending(update.examples, job.options, paid_steps=paid[job.client]) if is_round else {}
         spent.append(replace(update, metrics={**update.metrics, **costs}))
     return spent

@@ -36,7 +36,7 @@ class PrivacyRecord:
         for q, z, count in paid.values():
             steps_by_cost[q, z] += count
         if is_new:
-            costs = [(*cost, count) for cost, count in steps_by_cost.items()]
+            costs = tuple((*cost, count) for cost, count in steps_by_cost.items())
             spent = epsilon_of_all(costs, delta_of(examples, options.delta))
             most = options.epsilon if self.most is None else self.most
             if spent > most:
@@ -45,4 +45,5 @@ class PrivacyRecord:
                     f" allowed: {most:g}; bring new examples with a --secret of their own, or give a larger --epsilon"
                 )
             write_sealed(self.path, {"paid": paid})
-        return steps_by_cost[rate, noise]
+        rounds = [count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked]
+        return sum(rounds)

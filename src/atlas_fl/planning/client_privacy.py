@@ -39,7 +39,7 @@ def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Cou
 def noise_multiplier(config: Config, names: Sequence[str]) -> float:
     """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
     most = max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
-    return noise_of(1.0, most, config.training.epsilon, delta_of(len(names), config.training.delta))
+    return noise_of(((1.0, most),), config.training.epsilon, delta_of(len(names), config.training.delta))
 
 
 def clip_of(config: Config) -> float:

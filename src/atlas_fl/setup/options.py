@@ -174,6 +174,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "trained_parts": "last_layer_then_rest" if parts == "head_then_rest" and method.head_is_last_layer else parts,
         "update_filter": config.training.update_filter if method.communicates else (),
         "dp": "example" if config.training.dp == "example" else "none",  # of clients it is the server's
+        "pays_halves": config.training.dp == "example" and method.report == "halves",
         "second_model": "frozen" if method.holds_frozen else second_model,
         "second_weight": config.server.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,
