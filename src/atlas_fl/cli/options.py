@@ -13,7 +13,7 @@ from atlas_fl.deployment.consent import ServiceChoices, SiteChoices
 from atlas_fl.ranges import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
-PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "cuts"]
+PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "properties", "cuts"]
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
 
@@ -233,15 +233,16 @@ class PlaceOptions(OneRunOptions):
 @dataclass(frozen=True, kw_only=True)
 class AttackOptions(SettingsOptions):
     """Try to learn training examples out of what clients send, under the same settings as `atlas run`: `membership` of
-    an example in one client's models, `tokens` out of its updates, a lower bound of epsilon by `canaries`, or what
-    `cuts` give away of texts. Each has the level of guessing beside. Writes nothing but with --to."""
+    an example in one client's models, `tokens` out of its updates, a lower bound of epsilon by `canaries`, `properties`
+    of its examples out of its fingerprint, or what `cuts` give away of texts. Each has the level of guessing beside.
+    Writes nothing but with --to."""
 
     what: Annotated[PrivacyAttackName, Positional("ATTACK")]
     """The attack."""
     client: str | None = None
     """Client that is attacked, alone; the first by default. cuts: all of them."""
     shadows: int | None = None
-    """membership and canaries: shadow clients, which are trained on halves of the client's examples; 16 by default."""
+    """membership, canaries and properties: shadow clients, of whom the attacker knows the truth; 16 by default."""
     cuts: tuple[int, ...] = ()
     """cuts: blocks on the client; every possible number by default."""
     to: str | None = None

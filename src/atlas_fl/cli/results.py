@@ -159,6 +159,7 @@ FLAGS_OF_NO_USE: Mapping[str, Sequence[str]] = {
     "membership": ("--cuts",),
     "tokens": ("--cuts", "--shadows"),
     "canaries": ("--cuts",),
+    "properties": ("--cuts",),
     "cuts": ("--shadows", "--client"),
 }
 """Flags that are of other attacks."""

@@ -135,7 +135,7 @@ def infer_membership(assembly: Assembly, client: ClientData, *, shadows: int, on
     the members that are found at 1% and 10% false positives; intervals of 95% are a bootstrap of the shadow clients.
     """
     pool, seed = assembly.site.data[client.name].splits["train"], assembly.config.run.seed
-    _check(client, shadows=shadows)
+    check_shadows(client, shadows=shadows)
     size = len(pool)
     is_member = np.zeros((shadows, size), dtype=bool)
     for index in range(shadows):
@@ -163,7 +163,7 @@ def audit_epsilon(assembly: Assembly, client: ClientData, *, shadows: int, on_ev
     The row has the accountant's upper bound as `epsilon` and the lower `bound`, at a level of 95%.
     """
     own, seed = assembly.site.data[client.name].splits["train"], assembly.config.run.seed
-    _check(client, shadows=shadows)
+    check_shadows(client, shadows=shadows)
     labels = generator(seed, "attack", "labels").integers(client.task.num_labels, size=len(own))
     canaries = replace(own, labels=labels, taken_from=None)
     is_member = generator(seed, "attack", "coins").random((shadows, len(own))) < 0.5
@@ -215,12 +215,12 @@ def _chance_of(coins: int, guesses: int, correct: int, *, epsilon: float, delta:
     return float(binom.sf(correct - 1, guesses, right)) + 2 * coins * delta * slope
 
 
-def _check(client: ClientData, *, shadows: int) -> None:
+def check_shadows(client: ClientData, *, shadows: int) -> None:
     """Raise `ConfigError` unless there are shadow clients enough and labels are classes."""
     if not client.task.has_classes:
         raise ConfigError(
-            f"task {client.task.name!r} has no classes, whose probabilities membership is read from; name a task with"
-            " classes, such as --tasks movie"
+            f"task {client.task.name!r} has no classes, which the attack is about; name a task with classes, such as"
+            " --tasks movie"
         )
     if shadows < LEAST_SHADOWS:
         raise ConfigError(f"--shadows is {shadows}; allowed: at least {LEAST_SHADOWS}")

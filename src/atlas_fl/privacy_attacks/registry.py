@@ -10,6 +10,7 @@ from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership
+from atlas_fl.privacy_attacks.properties import infer_properties
 from atlas_fl.privacy_attacks.updates import read_tokens
 from atlas_fl.setup.assembly import Assembly, assemble
 
@@ -39,6 +40,9 @@ PRIVACY_ATTACKS: Mapping[str, PrivacyAttack] = {
     "canaries": lambda assembly, client, shadows, tell: [
         audit_epsilon(assembly, client, shadows=shadows, on_event=tell)
     ],
+    "properties": lambda assembly, client, shadows, tell: infer_properties(
+        assembly, client, shadows=shadows, on_event=tell
+    ),
 }
 CUTS = "cuts"
 """The attack on activations, which trains nothing (`planning.leakage`)."""

@@ -229,6 +229,11 @@ ATTACK_COLUMNS: Columns = {
     "lower bound": cell_at("bound", lambda bound: plain(bound, 2)),
     "right guesses": cell_at("correct", count),
     "of guesses": cell_at("guesses", count),
+    "property": cell_at("property", word),
+    "examples": cell_at("examples", count),
+    "error": cell_at("error", plain),
+    "error by chance": cell_at("error_chance", plain),
+    "correlation": cell_at("correlation", plain),
 }
 ATTACK_NOTES: Mapping[str, str] = {
     "membership": "AUC: 0.500 is guessing; found: share of the members, where this share of others is taken for"
@@ -237,6 +242,8 @@ ATTACK_NOTES: Mapping[str, str] = {
     " place of a text; by chance: the same against another client's texts; sentences: every word at its place; a"
     " hostile server stays inside what a site checks",
     "canaries": "epsilon: spent, by the accountant; lower bound: by guesses, at 95%; a low one proves nothing",
+    "properties": "error: mean distance of the predicted share of texts from the true one; by chance: of the mean"
+    " share; correlation: of predicted and true shares; 0 is guessing",
 }
 
 
