@@ -46,6 +46,26 @@ def test_a_run_spends_its_budget_goes_on_to_the_bit_and_is_audited(config: Make)
     assert not same_tensors(state(whole.folder), state(other.folder))
 
 
+@pytest.mark.core
+def test_clients_add_the_noise_to_secure_sums_themselves(config: Make) -> None:
+    given = {**GIVEN, "epsilon": 2.0, "secure": True, "secure_range": 16.0, "rounds": 2}
+    whole = run_config(config(name="whole", **given))
+    passing_audit(whole.folder, "epsilon")
+    check_altered_rows(
+        whole.folder, (("epsilon", 0.9, "it says epsilon"), ("noise_multiplier", 1.1, "it says epsilon"))
+    )
+    trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
+    spent = {row["round"]: row["epsilon"] for row in trained}
+    assert spent[1] < spent[2] and 1.96 < spent[2] <= 2.0
+    sums = [row["reason"] for row in rows(whole.folder) if row.get("event") == "summed"]
+    assert sums and all(" clients, with noise of " in reason for reason in sums)
+    notes = read_json(whole.folder / "plan.json")["notes"]
+    assert any("the server sees the mean of the adapters over" in note for note in notes)
+    assert any("labels, scores are not covered" in note for note in notes)
+    parts = resume_run(run_config(config(name="parts", max_rounds=1, **given)).folder)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"strategy": "mr_mtl"}, {"strategy": "fedadam"}, {"strategy": "ffa", "participation": 0.5}]
@@ -72,7 +92,6 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         ),
         (["--strategy", "fedavg"], "set --space factors, or take --strategy fedit"),
         (["--patience", "2"], "leave --patience out"),
-        (["--secure"], "leave one of them out"),
         (["--delta", "0.5"], "allowed: below one over that"),
         (["--clients-per-task", "2"], "over at least 3 clients, and the head of"),
     ):

@@ -56,9 +56,7 @@ def test_private_training_ends_where_it_does_without_secure_sums_and_spends_the_
         if tensor.is_floating_point():
             assert (tensor - other[name]).abs().max() <= 2e-6, name
     assert not same_tensors(one, other)
-    spent = [
-        [row["epsilon"] for row in rows(run.folder) if row.get("split") == "train"] for run in (plain, secure)
-    ]
+    spent = [[row["epsilon"] for row in rows(run.folder) if row.get("split") == "train"] for run in (plain, secure)]
     assert spent[0] == spent[1] and 0.98 < max(spent[0]) <= 1.0
 
 

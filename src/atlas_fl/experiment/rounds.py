@@ -48,10 +48,9 @@ from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.client_privacy import (
-    clip_models,
-    clip_of,
+    clip_changes,
     drawn_normals,
-    noise_multiplier,
+    noisy_settings,
     seeded_normals,
     spending,
 )
@@ -68,7 +67,6 @@ from atlas_fl.setup.options import (
     predicts_as_sent,
     sample_clients,
     strategy_of,
-    sum_settings,
     train_options,
 )
 from atlas_fl.sparse.masked_sgd import restore_frozen
@@ -418,16 +416,21 @@ def _sums(
     """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
     groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
-    settings, remote = sum_settings(config), engine if isinstance(engine, RemoteEngine) else None
+    settings, remote = noisy_settings(config, assembly.names), engine if isinstance(engine, RemoteEngine) else None
     examples = {client.name: client.examples for client in planned.plan.clients}
     sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
     if config.training.dp == "client":
-        spent = spending(config, assembly.names, range(1, number + 1) if remote is None else remote.release(number))
+        # a site's noise follows from the round, and one that is done again gives out the same sum
+        is_secure = config.mixing.secure
+        done = range(1, number + 1) if remote is None or is_secure else remote.release(number)
+        spent = spending(config, assembly.names, done)
         updates = {name: replace(one, metrics={**one.metrics, **spent[name]}) for name, one in received.updates.items()}
         received = replace(received, updates=updates)
-        settings = replace(settings, deviation=noise_multiplier(config, assembly.names) * clip_of(config))
-        normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
-        sum_of = partial(noisy_sum, clip_models(state.server_models, received.models, config), normals)
+        if not (is_secure and remote):
+            before, changes = state.server_models, clip_changes(state.server_models, received.models, config)
+            normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
+            shares = partial(sum_here, before, examples, changes=changes, seed=config.run.seed)
+            sum_of = shares if is_secure else partial(noisy_sum, before, changes, normals)
     return received, secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
 
 

@@ -13,20 +13,21 @@ chance of being drawn makes it less.
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from math import sqrt
 
 import numpy as np
-import torch
 
-from atlas_fl.aggregation.secure_mean import SumGroup
-from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
+from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of, skellam_epsilon, skellam_noise
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.params import ByClient, Params, shared_params
 from atlas_fl.rng import generator, secret_normals
-from atlas_fl.setup.options import sample_clients
+from atlas_fl.secure_sums import MOST
+from atlas_fl.setup.options import sample_clients, sum_settings
 
 
 def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Counter[str]:
@@ -39,7 +40,15 @@ def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Cou
 def noise_multiplier(config: Config, names: Sequence[str]) -> float:
     """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
     most = max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
-    return noise_of(1.0, most, config.training.epsilon, delta_of(len(names), config.training.delta))
+    delta = delta_of(len(names), config.training.delta)
+    if config.mixing.secure:
+        return skellam_noise(most, config.training.epsilon, delta, unit=_unit(config))
+    return noise_of(1.0, most, config.training.epsilon, delta)
+
+
+def _unit(config: Config) -> float:
+    """The unit of a secure sum of most clients, over S: so z follows from the settings alone."""
+    return 2 * config.mixing.secure_range / (2**30 // MOST) / clip_of(config)
 
 
 def clip_of(config: Config) -> float:
@@ -47,15 +56,19 @@ def clip_of(config: Config) -> float:
     return float(config.training.update_filter[-1].removeprefix("clip="))
 
 
-def clip_models(before: ByClient, models: ByClient, config: Config) -> dict[str, Params]:
-    """The models with changes of S at most from what the server gave out last, whatever clients began with and sent."""
-    clipped = dict[str, Params]()
-    for client, params in models.items():
-        shared = shared_params(params, config.mixing.share)
-        change: Params = {key: tensor.float() - before[client][key] for key, tensor in shared.items()}
-        change = apply_filter(config.training.update_filter[-1], change, torch.Generator())
-        clipped[client] = {**params, **{key: before[client][key] + one for key, one in change.items()}}
-    return clipped
+def clip_changes(before: ByClient, models: ByClient, config: Config) -> dict[str, Params]:
+    """Changes of S at most from what the server gave out last, float64, whatever clients began with and sent."""
+    shared = {client: shared_params(params, config.mixing.share) for client, params in models.items()}
+    return {client: clipped_change(before[client], params, clip_of(config)) for client, params in shared.items()}
+
+
+def noisy_settings(config: Config, names: Sequence[str]) -> SumSettings:
+    """The settings of sums, with the noise of the budget where there is one, which under `--secure` clients add."""
+    if config.training.dp != "client":
+        return sum_settings(config)
+    clip = clip_of(config)
+    shares = clip if config.mixing.secure else 0.0
+    return replace(sum_settings(config), deviation=noise_multiplier(config, names) * clip, clip=shares)
 
 
 def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -65,7 +78,8 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
     """
     noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
     sums = num_sums(config, names, rounds)
-    spent = {name: epsilon_of(1.0, noise, count, delta) for name, count in sums.items()}
+    account = partial(skellam_epsilon, unit=_unit(config)) if config.mixing.secure else partial(epsilon_of, 1.0)
+    spent = {name: account(noise, count, delta) for name, count in sums.items()}
     if (most := max(spent.values())) > config.training.epsilon:
         raise ConfigError(
             f"a client would spend epsilon {most:.4g} with this round; allowed: {config.training.epsilon:g}: a killed"
@@ -90,15 +104,19 @@ def drawn_normals(_: SumGroup, __: int, size: int) -> np.ndarray:
 def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup], models: ByClient) -> tuple[str, ...]:
     """One line with the budget, and with the noise in the means over the largest update, z sqrt(sum_g d_g / m_g^2)."""
     noise, training, squares = noise_multiplier(config, names), config.training, 0.0
+    settings = noisy_settings(config, names)
     for group in groups:
         size = sum(models[group.clients[0]][key].numel() for key in group.keys)
-        squares += size / max(1.0, training.participation * len(group.clients)) ** 2
-    ratio = noise * sqrt(squares)
+        clients = max(1.0, training.participation * len(group.clients))
+        if config.mixing.secure:
+            settings.noise(group, 0, b"")  # it has room, or the plan ends here
+        squares += size * (settings.deviation_of(group, clients) / clip_of(config) / clients) ** 2
+    ratio = sqrt(squares)
     hopeless = ", so next to nothing is learned: bring more clients, or send fewer numbers (--strategy ffa, --ranks)"
     return (
         f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
         f" {training.rounds} rounds, by noise of {noise:.2f} times the clip {clip_of(config):g} in every sum: in the"
         f" means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples and"
-        " labels, scores, and what the server sees are not covered, and a simulation is not private, because it draws"
-        " its noise from --seed",
+        f" labels, {'scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered, and a"
+        " simulation is not private, because it draws its noise from --seed",
     )
