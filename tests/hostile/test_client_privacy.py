@@ -81,7 +81,7 @@ def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
         assert {place.split()[3] for place in paid} == {"1", "2"}
         assert {who for place, who in paid.items() if place.endswith("survivors")} == {" ".join(THREE)}
     # the noise of the first round's sum: of three clients, two of which have the stated deviation
-    plain = run_config(shared_config(name="plain", secrets=str(tmp_path), **{**SUMMED, "secure": False, **NO_NOISE}))
+    plain = run_config(shared_config(name="exact", secrets=str(tmp_path), **{**SUMMED, "secure": False, **NO_NOISE}))
     first, exact = state(found.found.folder, round=1), state(plain.folder, round=1)
     names = [name for name in first if "/movie-0/" in name and name.startswith("strategy")]
     off = torch.cat([(first[name] - exact[name]).flatten() for name in names if first[name].is_floating_point()])
@@ -123,6 +123,6 @@ def test_a_site_answers_one_sum_of_a_tensor_in_a_round_and_the_same_one_alike(tm
     noise = said(0.1)
     assert np.array_equal(noise, said(0.1))
     for other in ({"trained": 0.2}, {"trained": 0.1, "what": "others"}, {"trained": 0.1, "clients": (*THREE, "m")}):
-        with pytest.raises(DataError, match=r"answered another sum of x\.lora_A in round 1, and a second"):
+        with pytest.raises(DataError, match=r"answered another sum of x\.lora_A in round 1, and answers one; ask"):
             said(**other)
     assert not np.array_equal(noise, said(0.2, round=2))

@@ -96,7 +96,7 @@ def test_sites_with_budgets_of_their_own_end_where_a_simulation_of_private_train
     found = record(shared_config(name="sums", **given), tmp_path, FOUR, secure=4, dp="example", epsilon=2.0)
     assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
     passing_audit(found.found.folder, "epsilon")
-    simulated = run_config(shared_config(name="plain", secrets=str(tmp_path), **{**given, "secure": False}))
+    simulated = run_config(shared_config(name="private", secrets=str(tmp_path), **{**given, "secure": False}))
     # round 2 begins with other last bits, and noise follows from them
     first, last = state(simulated.folder, round=1), state(found.found.folder, round=1)
     for name, tensor in first.items():

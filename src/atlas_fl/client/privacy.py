@@ -1,8 +1,8 @@
 """Accounting of differential privacy: noise multipliers and epsilon of Gaussian noise, and of Skellam noise in shares.
 
-Of `--dp example` the noise multiplier z is the least that keeps `--epsilon` at `--delta` over all steps of the run, by privacy loss
-distributions (dp-accounting; add or remove one example) of Gaussian noise on Poisson batches. `client.private_training`
-takes the steps.
+The noise multiplier z of `--dp example` is the least that keeps `--epsilon` at `--delta` over all steps of the run, by
+privacy loss distributions (dp-accounting; add or remove one example) of Gaussian noise on Poisson batches.
+`client.private_training` takes the steps.
 """
 
 from collections.abc import Collection, Iterable

@@ -60,9 +60,7 @@ class SumRecord:
         """Record what is answered at these places; raises DataError where something else was."""
         paid = read_sealed(self.path, "sums")["sums"] if self.path.exists() else {}
         if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
-            raise DataError(
-                f"this site has answered another sum of {odd[0].partition(' of ')[0]}, and a second one would be"
-                " another release; it takes no part in it"
-            )
+            what = odd[0].partition(" of ")[0]
+            raise DataError(f"this site has answered another sum of {what}, and answers one; ask who runs the server")
         if not sums.keys() <= paid.keys():
             write_sealed(self.path, {"sums": {**paid, **sums}})

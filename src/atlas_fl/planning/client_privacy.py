@@ -66,9 +66,8 @@ def noisy_settings(config: Config, names: Sequence[str]) -> SumSettings:
     """The settings of sums, with the noise of the budget where there is one, which under `--secure` clients add."""
     if config.training.dp != "client":
         return sum_settings(config)
-    clip = clip_of(config)
-    shares = clip if config.mixing.secure else 0.0
-    return replace(sum_settings(config), deviation=noise_multiplier(config, names) * clip, clip=shares)
+    clip, settings = clip_of(config), sum_settings(config)
+    return replace(settings, deviation=noise_multiplier(config, names) * clip, clip=clip * config.mixing.secure)
 
 
 def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -84,8 +84,8 @@ class SumSite:
 
     def _noise(self, group: SumGroup, terms: bytes) -> Noise:
         """This site's share of the noise in this sum, which it pays for first."""
-        hidden = digest({**self._trained, **{f"change/{key}": one for key, one in self._change.items()}})
-        question = f"{terms.hex()} {hidden}"
+        changes = {f"change/{key}": one for key, one in self._change.items()}
+        question = f"{terms.hex()} {digest({**self._trained, **changes})}"
         self._pay(group, "", question)
         size = sum(self._trained[key].numel() for key in group.keys)
         return self.settings.noise(group, size, derive_secret(self.secret, "share of noise", question))
