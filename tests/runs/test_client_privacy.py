@@ -68,7 +68,14 @@ def test_clients_add_the_noise_to_secure_sums_themselves(config: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given", [{"strategy": "mr_mtl"}, {"strategy": "fedadam"}, {"strategy": "ffa", "participation": 0.5}]
+    "given",
+    [
+        {"strategy": "mr_mtl"},
+        {"strategy": "fedadam"},
+        {"strategy": "ffa", "participation": 0.5},
+        {"strategy": "mr_mtl", "secure": True, "secure_range": 16.0},
+        {"strategy": "fedper", "secure": True, "secure_range": 16.0},
+    ],
 )
 def test_methods_of_their_own_models_of_server_steps_and_of_samples_are_audited(
     config: Make, given: dict[str, object]
