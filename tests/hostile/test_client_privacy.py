@@ -50,6 +50,18 @@ def test_a_server_draws_noise_that_no_seed_gives_and_pays_for_every_sum(
 
 
 @pytest.mark.slow
+def test_sites_leave_a_clip_that_follows_the_norms_to_the_server(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    given = {**GIVEN, "epsilon": 60.0, "clip_quantile": 0.5, "update_filter": ("clip=0.001",)}
+    found = record(shared_config(name="adapted", **given), tmp_path, THREE)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder, "epsilon")
+    said = [row["reason"] for row in rows(found.found.folder) if "clipped to" in str(row.get("reason"))]
+    assert len(said) == 2 and said[0].startswith("clipped to 0.001, and to 0.001")  # all norms are above it
+
+
+@pytest.mark.slow
 def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
     shared_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

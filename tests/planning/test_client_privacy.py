@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, norm
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, noisy_sum, secure_means, sum_here
+from atlas_fl.client.privacy import epsilon_of_all
 from atlas_fl.config import Config
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.planning.client_privacy import (
+    COUNT,
     clip_changes,
     drawn_normals,
+    next_clip,
     noise_multiplier,
     noise_notes,
     noisy_settings,
@@ -147,16 +150,16 @@ def test_a_client_whose_own_model_has_gone_far_moves_a_sum_by_its_clip_all_the_s
     before = {name: {"q.lora_A": torch.zeros(3, 4), "head.weight": torch.zeros(2)} for name in NAMES}
     far = {name: {"q.lora_A": torch.full((3, 4), 5.0), "head.weight": torch.full((2,), -1.0)} for name in NAMES}
     near = {**far, "c1": {"q.lora_A": torch.full((3, 4), 0.01), "head.weight": torch.zeros(2)}}
-    found = clip_changes(before, near, config_of())
+    found = clip_changes(before, near, config_of(), 0.5)
     for name in NAMES:
         assert float(torch.cat([tensor.flatten() for tensor in found[name].values()]).norm()) <= 0.5 + 1e-12
     assert torch.equal(found["c1"]["q.lora_A"], near["c1"]["q.lora_A"].double())
     # what stays at the client is no part of the norm
-    kept = clip_changes(before, far, config_of(share=("head",)))
+    kept = clip_changes(before, far, config_of(share=("head",)), 0.5)
     assert kept["c0"].keys() == {"head.weight"}
     assert float(kept["c0"]["head.weight"].norm()) == pytest.approx(0.5)
     # one that is not finite is no change, as one that is not there
-    odd = clip_changes(before, {"c0": {**far["c0"], "head.weight": torch.full((2,), math.nan)}}, config_of())
+    odd = clip_changes(before, {"c0": {**far["c0"], "head.weight": torch.full((2,), math.nan)}}, config_of(), 0.5)
     assert all(torch.equal(one, torch.zeros_like(one)) for one in odd["c0"].values())
 
 
@@ -222,7 +225,7 @@ def test_a_client_moves_what_it_sends_by_its_clip_at_most_in_whole_units(seed: i
     group = SumGroup(clients=NAMES, keys=("x", "head"), what="all")
     before = {"x": torch.randn(30, generator=draw).clamp(-3, 3), "head": torch.randn(3, generator=draw).clamp(-3, 3)}
     trained = {key: one + size * torch.randn(one.shape, generator=draw) for key, one in before.items()}
-    change = clip_changes({"c0": before}, {"c0": trained}, config_of(share=("A", "B", "head")))["c0"]
+    change = clip_changes({"c0": before}, {"c0": trained}, config_of(share=("A", "B", "head")), 0.5)["c0"]
     terms = SHARED.terms(group)
     with_it, without = (
         terms.quantise(SHARED.vector(group, "c0", before, one)({})).astype(np.int64) for one in (change, {})
@@ -259,3 +262,47 @@ def test_the_noise_follows_from_the_settings_and_spends_the_budget_with_the_last
     # more than by Gaussian noise of a trusted server, which is accounted for more closely
     assert 1.0 < noise_multiplier(config, NAMES) / noise_multiplier(config_of(), NAMES) < 1.2
     assert noisy_settings(config_of(dp="none"), NAMES).deviation == 0.0
+
+
+# a clip that follows the norms, with --clip-quantile
+
+HUNDRED = tuple(f"c{k}" for k in range(100))
+
+
+def test_one_step_of_the_clip_by_hand() -> None:
+    config = config_of(clip_quantile=0.5)
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 2.5, 0.0) == 2.5  # two of four: as many as there are to be
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 4.0, 0.0) == pytest.approx(4.0 * math.exp(-0.2 * 0.5))
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 0.5, 0.0) == pytest.approx(0.5 * math.exp(0.2 * 0.5))
+    # ten clients are counted with noise of 0.5: with a draw of 2 it is one client more of four
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 2.5, 2.0) == pytest.approx(2.5 * math.exp(-0.2 * 0.25))
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.8])
+@pytest.mark.parametrize("start", [0.01, 50.0])
+def test_the_clip_comes_to_the_quantile_of_the_norms(quantile: float, start: float) -> None:
+    config, draw = config_of(clip_quantile=quantile), np.random.default_rng(0)
+    norms = np.exp(draw.normal(size=100))
+    clip, last = start, list[float]()
+    for number in range(160):
+        clip = next_clip(config, HUNDRED, norms, clip, float(seeded_normals(0, COUNT, number, 1)[0]))
+        last.append(clip)
+    assert np.exp(np.mean(np.log(last[-60:]))) == pytest.approx(np.quantile(norms, quantile), rel=0.08)
+
+
+def test_sums_and_count_together_spend_what_the_sums_alone_would() -> None:
+    config = config_of(clip_quantile=0.5, epsilon=2.0, delta=1e-3)
+    noise = noise_multiplier(config, HUNDRED)
+    more = noisy_settings(config, HUNDRED).deviation / 0.5
+    assert more == pytest.approx((noise**-2 - 10.0**-2) ** -0.5) and more > noise
+    # by composition: a client is worth 1/2 in the count, whose noise is 5
+    both = epsilon_of_all(((1.0, more, 12), (1.0, 5.0 / 0.5, 12)), 1e-3)
+    assert both == pytest.approx(2.0, abs=0.01)
+    # a smaller clip has smaller noise
+    assert noisy_settings(config, HUNDRED, 0.1).deviation == pytest.approx(0.1 * more)
+
+
+def test_too_few_clients_to_count_are_refused() -> None:
+    config = config_of(clip_quantile=0.5)
+    with pytest.raises(ConfigError, match=r"counts 10 clients a round with noise of 0\.5, .* allowed: 24 clients"):
+        noisy_settings(config, NAMES)

@@ -117,10 +117,15 @@ def _flat(params: Params, group: SumGroup) -> Float64[np.ndarray, " d"]:
     return np.asarray(torch.cat([params[key].reshape(-1).double() for key in group.keys]).cpu().numpy())
 
 
+def norm_of(change: Params) -> float:
+    """The L2 norm of all these numbers."""
+    return float(torch.linalg.vector_norm(torch.stack([one.norm() for one in change.values()])))
+
+
 def clipped_change(before: Params, params: Params, most: float) -> dict[str, Tensor]:
     """The change of these tensors, float64, scaled down to an L2 norm of at most this; zeros where it is not finite."""
     change = {key: tensor.double() - before[key].double() for key, tensor in params.items()}
-    norm = float(torch.linalg.vector_norm(torch.stack([one.norm() for one in change.values()])))
+    norm = norm_of(change)
     factor = min(1.0, most / max(norm, 1e-300))
     return {key: one * factor if isfinite(norm) else torch.zeros_like(one) for key, one in change.items()}
 
@@ -177,6 +182,8 @@ class SecureMeans:
     """Sums that were lost, and why; the tensors of these are those of before."""
     sent_bytes: Mapping[str, tuple[int, int]]
     """By client the bytes up and down beside what is summed."""
+    clip: float = 0.0
+    """The clip of the next round where it follows the norms."""
 
 
 NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
