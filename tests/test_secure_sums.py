@@ -1,6 +1,7 @@
 """Secure sums: the sum to its bound in every pattern of dropouts, nothing else for a coalition, lies found out."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from atlas_fl.secure_sums import (
     PRIME,
     SECRET_BYTES,
     SHARE_BYTES,
+    SLACK,
     STEPS,
     Identity,
     KeyBook,
@@ -29,6 +31,7 @@ from atlas_fl.secure_sums import (
     run_sum,
     split_secret,
     stream,
+    sum_in_process,
 )
 
 
@@ -223,6 +226,20 @@ def test_a_sum_with_a_mask_left_in_it_is_none() -> None:
     masked = {**made.masked, "c1": made.masked["c1"] + stream(bytes(16), 50)}
     with pytest.raises(ProtocolError, match="masks do not fit"):
         made.open(masked=masked)
+
+
+def test_noise_is_in_the_sum_in_units_and_may_take_it_beyond_its_range() -> None:
+    terms = replace(terms_of(4), slack=SLACK)
+    values = {name: np.array([-8.0, -8.0, 8.0, 0.5]) for name in terms.clients}
+    noise = {name: np.array([-5, 100, 10**8, -(10**8)]).astype(np.uint32) for name in terms.clients}
+    found = sum_in_process(terms, vectors(values), size=4, examples=dict.fromkeys(terms.clients, 1), noise=noise)
+    # R is 2^28 and the unit 2 * 8 / 2^28 = 2^-24, by hand
+    assert found.total == pytest.approx(
+        [-32 - 20 / 2**24, -32 + 400 / 2**24, 32 + 4e8 / 2**24, 2 - 4e8 / 2**24], abs=5 / 2**24
+    )
+    odd = {**noise, "c1": np.full(4, 2**30).astype(np.uint32)}
+    with pytest.raises(ProtocolError, match="masks do not fit"):
+        sum_in_process(terms, vectors(values), size=4, examples=dict.fromkeys(terms.clients, 1), noise=odd)
 
 
 @pytest.mark.parametrize("step", STEPS)

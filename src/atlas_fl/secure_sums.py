@@ -42,6 +42,8 @@ from atlas_fl.errors import DataError, ProtocolError
 
 PRIME = 2**128 + 51
 """Shamir's field: the first prime that holds every secret of 16 bytes."""
+SLACK = 2**29
+"""How far noise may take a sum beyond its range on either side, of 2^32: half of all wrong values are seen then."""
 LEAST = 3
 """Fewest clients of a sum: with two, each would know the other's vector."""
 MOST = 1024
@@ -55,6 +57,8 @@ Messages: TypeAlias = Mapping[str, bytes]
 """By the client that they are from, or for; "" for everyone."""
 Vector: TypeAlias = Callable[[Mapping[str, int]], Float64[np.ndarray, " d"]]
 """A client's vector, given the training examples of those who have sent keys."""
+Noise: TypeAlias = UInt32[np.ndarray, " d"]
+"""A client's share of the noise in a sum, in units."""
 Ask: TypeAlias = Callable[[str, Mapping[str, Messages]], Mapping[str, Messages]]
 """(step, by client what it is told) -> by client that answers what it says."""
 
@@ -68,6 +72,8 @@ class Terms:
     """Run, round and tensors: what was said about another sum is refused."""
     bound: float
     """The largest size c of a value."""
+    slack: int = 0
+    """How far noise may take the sum of the integers beyond its range."""
 
     def __post_init__(self) -> None:
         if not LEAST <= len(set(self.clients)) == len(self.clients) <= MOST:
@@ -85,6 +91,11 @@ class Terms:
         """R: the sum of n values from 0 to R is at most 2^30, so that three of four wrong values are seen to be so."""
         return 2**30 // len(self.clients)
 
+    @property
+    def unit(self) -> float:
+        """2 c / R, of which a value is a multiple."""
+        return 2 * self.bound / self.levels
+
     def digest(self, *parts: object) -> bytes:
         """SHA-256 of these terms and parts, which no other terms or parts have."""
         return sha256(repr((self.clients, self.about, self.bound, *parts)).encode()).digest()
@@ -100,9 +111,10 @@ class Terms:
 
     def read_sum(self, total: UInt32[np.ndarray, " d"], survivors: int) -> Float64[np.ndarray, " d"]:
         """The sum of so many clients' values; raises ProtocolError where masks are left in it."""
-        if total.max(initial=0) > survivors * self.levels:
+        raised = total + np.uint32(self.slack)  # a sum below 0 is one of nearly 2^32
+        if raised.max(initial=0) > survivors * self.levels + 2 * self.slack:
             raise ProtocolError("a secure sum is none: somebody's masks do not fit; the round is lost")
-        return total * (2 * self.bound / self.levels) - survivors * self.bound
+        return (raised - float(self.slack)) * self.unit - survivors * self.bound
 
 
 def split_secret(secret: bytes, *, points: Sequence[int], threshold: int) -> list[bytes]:
@@ -224,6 +236,7 @@ class SumClient:
     identity: Identity
     terms: Terms
     vector: Vector
+    noise: Noise | None = None
     survivors: tuple[str, ...] = ()
     """Those whose y came."""
     _list: bytes = b""
@@ -287,6 +300,8 @@ class SumClient:
                     " does not keep to the protocol; nothing more of this sum was sent"
                 ) from None
         total = self.terms.quantise(self.vector({name: key.examples for name, key in self._keys.items()}))
+        if self.noise is not None:
+            total += self.noise
         add_mask(total, self._own)
         for other in shares:
             add_mask(total, self._seeds[other], minus=other < self.name)
@@ -435,14 +450,16 @@ def run_sum(terms: Terms, book: KeyBook, ask: Ask, *, size: int) -> SumResult:
     )
 
 
-def sum_in_process(terms: Terms, values: Mapping[str, Vector], *, size: int, examples: Mapping[str, int]) -> SumResult:
-    """The sum of the vectors of those here, all messages included."""
+def sum_in_process(
+    terms: Terms, values: Mapping[str, Vector], *, size: int, examples: Mapping[str, int], noise: Mapping[str, Noise]
+) -> SumResult:
+    """The sum of the vectors of those here, all messages included, with their shares of the noise."""
     signers = {name: ec.generate_private_key(ec.SECP256R1()) for name in values}
     book = KeyBook(run=terms.about, verifier=lambda name, _: signers[name].public_key())
     clients = {}
     for name, vector in values.items():
         identity = Identity(name=name, book=book, signer=signers[name], examples=examples[name])
-        clients[name] = SumClient(identity=identity, terms=terms, vector=vector)
+        clients[name] = SumClient(identity=identity, terms=terms, vector=vector, noise=noise.get(name))
 
     def ask(step: str, told: Mapping[str, Messages]) -> dict[str, Messages]:
         return {name: clients[name].answer(step, heard) for name, heard in told.items() if name in clients}

@@ -6,13 +6,23 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.special import ive, logsumexp
 from torch.nn.utils.rnn import pad_sequence
 
 from atlas_fl.client import private_training
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.privacy import costs_of, epsilon_of, noise_multiplier, noise_of, rate_of, spending
+from atlas_fl.client.privacy import (
+    costs_of,
+    epsilon_of,
+    noise_multiplier,
+    noise_of,
+    rate_of,
+    skellam_epsilon,
+    skellam_noise,
+    spending,
+)
 from atlas_fl.client.private_training import train_privately
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
@@ -178,3 +188,50 @@ def test_noise_has_its_deviation_in_every_tensor_and_is_drawn_apart(tiny_of, sit
         # values of the parameters round away the last digits of so small a step
         assert float(moved[0][key].std()) == pytest.approx(deviation, rel=0.5)
         assert not torch.equal(moved[0][key], moved[1][key])
+
+
+# Skellam noise
+
+
+def divergence(alpha: int, shift: int, variance: float) -> float:
+    """The divergence of order alpha of Skellam noise and itself with this shift, by its chances exp(-v) I_k(v)."""
+    reach = 40 * math.ceil(math.sqrt(variance)) + 40 * shift
+    k = np.arange(-reach, reach)
+    chances = ive(np.abs(k), variance), ive(np.abs(k - shift), variance)
+    seen = (chances[0] > 0) & (chances[1] > 0)
+    here, there = (np.log(one[seen]) for one in chances)
+    return float(logsumexp(alpha * there + (1 - alpha) * here)) / (alpha - 1)
+
+
+def bound(alpha: int, noise: float, unit: float) -> float:
+    return alpha / (2 * noise**2) + (2 * alpha + 5) * unit**2 / (4 * noise**4)
+
+
+@pytest.mark.parametrize("alpha", [2, 3, 8, 16])
+@pytest.mark.parametrize("variance", [4.0, 25.0, 900.0])
+def test_the_divergence_of_skellam_noise_is_below_its_bound(alpha: int, variance: float) -> None:
+    for shift in (1, 2, 5):
+        exact = divergence(alpha, shift, variance)
+        assert exact <= bound(alpha, math.sqrt(variance) / shift, 1 / shift) * (1 + 1e-9)
+    # a change of 1 in each of 9 numbers, whose L1 norm is the square of its L2 norm
+    exact = 9 * divergence(alpha, 1, variance)
+    assert exact <= bound(alpha, math.sqrt(variance / 9), 1 / 3) * (1 + 1e-9)
+    if variance == 900.0:
+        assert exact == pytest.approx(bound(alpha, 10.0, 1 / 3), rel=0.02)
+
+
+def test_epsilon_of_skellam_noise_is_that_of_a_published_setting_and_of_orders_by_hand() -> None:
+    # in fine units it is Gaussian: dp-accounting's test of its divergences
+    assert skellam_epsilon(4.530877117, 1, 1e-6, unit=1e-9) == pytest.approx(1.0, abs=1e-3)
+    # order 2 alone, z = 1, unit 1: D = 2 / 2 + 9 / 4, epsilon = D + log(1 / 2) - log(0.5 * 2) = 2.5569
+    assert skellam_epsilon(1.0, 1, 0.5, unit=1.0) == pytest.approx(3.25 + math.log(0.5) - math.log(1.0), abs=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "epsilon", "delta"), [(1, 0.5, 1e-5), (12, 4.0, 1e-2), (100, 8.0, 1e-5)])
+def test_skellam_noise_spends_its_budget_and_no_less_than_gaussian_noise(
+    steps: int, epsilon: float, delta: float
+) -> None:
+    noise = skellam_noise(steps, epsilon, delta, unit=1e-6)
+    assert epsilon - 1e-3 < skellam_epsilon(noise, steps, delta, unit=1e-6) <= epsilon
+    assert noise_of(((1.0, steps),), epsilon, delta) < noise < 1.2 * noise_of(((1.0, steps),), epsilon, delta)
+    assert skellam_noise(steps, epsilon, delta, unit=0.1) > noise

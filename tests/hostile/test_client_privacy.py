@@ -1,14 +1,27 @@
 """Client-level differential privacy across sites: noise from the operating system, every sum paid before it is made."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from scipy.stats import chi2
 
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
+from atlas_fl.client.job import Job
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
-from atlas_fl.errors import ConfigError
+from atlas_fl.deployment.privacy_record import SumRecord
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import run_config
+from atlas_fl.planning.client_privacy import noisy_settings
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.remote import RemoteEngine
+from atlas_fl.secure_sums import Identity, KeyBook
 from atlas_fl.storage.jsonl import read_sealed
 from tests.hostile.servers import record
 from tests.runs.reading import passing_audit, rows, same_tensors, state
@@ -37,6 +50,18 @@ def test_a_server_draws_noise_that_no_seed_gives_and_pays_for_every_sum(
 
 
 @pytest.mark.slow
+def test_sites_leave_a_clip_that_follows_the_norms_to_the_server(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    given = {**GIVEN, "epsilon": 60.0, "clip_quantile": 0.5, "update_filter": ("clip=0.001",)}
+    found = record(shared_config(name="adapted", **given), tmp_path, THREE)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder, "epsilon")
+    said = [row["reason"] for row in rows(found.found.folder) if "clipped to" in str(row.get("reason"))]
+    assert len(said) == 2 and said[0].startswith("clipped to 0.001, and to 0.001")  # all norms are above it
+
+
+@pytest.mark.slow
 def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
     shared_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,3 +71,70 @@ def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
     assert isinstance(found.found.error, ConfigError)
     assert "with this round; allowed: 5: a killed server did rounds again" in str(found.found.error)
     passing_audit(found.found.folder)
+
+
+NO_NOISE = {"dp": "none", "epsilon": 8.0, "delta": None, "secure_range": 4.0}
+SUMMED = {**GIVEN, "secure": True, "secure_range": 16.0, "delta": 0.1}
+
+
+@pytest.mark.slow
+def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    found = record(shared_config(name="shares", **SUMMED), tmp_path, THREE, secure=3)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder, "epsilon")
+    spent = {row["round"]: row["epsilon"] for row in rows(found.found.folder) if row.get("split") == "train"}
+    assert spent[1] < spent[2] and 4.9 < spent[2] <= 5.0
+    assert not (found.found.folder / "releases.json").exists()
+    settings = noisy_settings(found.config, THREE)
+    for name in THREE:
+        paid = read_sealed(tmp_path / f"{name}-sums", "sums")["sums"]
+        assert {place.split()[3] for place in paid} == {"1", "2"}
+        assert {who for place, who in paid.items() if place.endswith("survivors")} == {" ".join(THREE)}
+    # the noise of the first round's sum: of three clients, two of which have the stated deviation
+    plain = run_config(shared_config(name="exact", secrets=str(tmp_path), **{**SUMMED, "secure": False, **NO_NOISE}))
+    first, exact = state(found.found.folder, round=1), state(plain.folder, round=1)
+    names = [name for name in first if "/movie-0/" in name and name.startswith("strategy")]
+    off = torch.cat([(first[name] - exact[name]).flatten() for name in names if first[name].is_floating_point()])
+    wanted = settings.deviation * math.sqrt(3 / 2) / 3
+    assert chi2.ppf(1e-6, len(off)) < float((off / wanted).pow(2).sum()) < chi2.ppf(1 - 1e-6, len(off))
+    (line,) = [line for line in found.told["movie-0"] if "a hostile server may still learn" in line]
+    assert "with noise of epsilon 5 for this site" in line
+
+
+def test_a_server_without_a_delta_is_refused_in_one_line(shared_config: Callable[..., Config], tmp_path: Path) -> None:
+    given = {name: value for name, value in SUMMED.items() if name != "delta"}
+    found = record(shared_config(name="default", **given), tmp_path, THREE, secure=3)
+    assert isinstance(found.found.error, ConfigError)
+    assert "each site finds the noise by itself, and the default of --delta follows" in str(found.found.error)
+
+
+def test_a_site_answers_one_sum_of_a_tensor_in_a_round_and_the_same_one_alike(tmp_path: Path) -> None:
+    settings = SumSettings(run="a run", bound=4.0, max_share=1.0, deviation=0.5, clip=0.5)
+    group = SumGroup(clients=THREE, keys=("x.lora_A",), what="the adapters")
+    model = {"x.lora_A": torch.zeros(2, 3)}
+
+    def said(trained: float, *, round: int = 1, what: str = "the adapters", clients: tuple[str, ...] = THREE) -> Any:
+        """What a site, started anew, masks in a sum."""
+        book = KeyBook(run="a run", verifier=lambda *_: signer.public_key())
+        site = SumSite(
+            identity=Identity(name="movie-0", book=book, signer=signer),
+            settings=settings,
+            secret=bytes(32),
+            pay=SumRecord(path=tmp_path / "movie-0-sums").pay,
+        )
+        options = TrainOptions(seed=0)
+        job = Job(client="movie-0", params=model, round=round, options=options)
+        site.withhold(job, {}, {"param/x.lora_A": torch.full((2, 3), trained)})
+        asked = {"what": what, "clients": list(clients), "keys": ["x.lora_A"]}
+        site.answer({"group": asked, "step": "keys", "round": round}, {})
+        return site._sums[group.keys].noise
+
+    signer = generate_private_key(SECP256R1())
+    noise = said(0.1)
+    assert np.array_equal(noise, said(0.1))
+    for other in ({"trained": 0.2}, {"trained": 0.1, "what": "others"}, {"trained": 0.1, "clients": (*THREE, "m")}):
+        with pytest.raises(DataError, match=r"answered another sum of x\.lora_A in round 1, and answers one; ask"):
+            said(**other)
+    assert not np.array_equal(noise, said(0.2, round=2))

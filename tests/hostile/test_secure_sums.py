@@ -22,6 +22,7 @@ from atlas_fl.runtime.protocol.messages import as_tensor
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.sessions import NO_TENSORS
 from atlas_fl.secure_sums import COMMIT_BYTES, STEPS, Identity
+from atlas_fl.storage.jsonl import read_json
 from tests.hostile.federation import ServerGoneError
 from tests.hostile.servers import Kept, Recording, lie_to, record, welcomed
 from tests.runs.reading import audited, passing_audit, same_tensors, state
@@ -84,6 +85,32 @@ def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
         _, client, key = name.split("/")
         assert (one - found.whole[client][key]).abs().max() <= 1e-5, name
     passing_audit(found.found.folder)
+
+
+@pytest.mark.slow
+def test_sites_with_budgets_of_their_own_end_where_a_simulation_of_private_training_does(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+    given = {**GIVEN, "tasks": "movie", "pack_tokens": 1, "dp": "example", "epsilon": 2.0, "alone": "none"}
+    found = record(shared_config(name="sums", **given), tmp_path, FOUR, secure=4, dp="example", epsilon=2.0)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder, "epsilon")
+    simulated = run_config(shared_config(name="private", secrets=str(tmp_path), **{**given, "secure": False}))
+    # round 2 begins with other last bits, and noise follows from them
+    first, last = state(simulated.folder, round=1), state(found.found.folder, round=1)
+    for name, tensor in first.items():
+        if tensor.is_floating_point():
+            assert (tensor - last[name]).abs().max() <= 2e-6, name
+    assert not same_tensors(first, last)
+    assert {len(read_json(tmp_path / f"{name}-privacy")["paid"]) for name in FOUR} == {2}
+    (line, *_) = [line for line in found.told["movie-0"] if "a hostile server may still learn" in line]
+    assert "with noise of epsilon 2 for each example" in line and "seen in sums over sites alone" in line
+    # a budget of its own below that of the settings
+    made = shared_config(name="refused", **given)
+    refused = record(made, tmp_path / "refused", FOUR, how={"least": 3}, secure=4, dp="example", epsilon=1.0)
+    assert all("the server's --epsilon: 2.0; allowed: at most 1.0" in one for one in refused.found.refused.values())
+    assert refused.found.refused
 
 
 def test_nothing_that_leaves_a_site_holds_its_model(usual: Recording) -> None:

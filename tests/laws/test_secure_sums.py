@@ -162,7 +162,6 @@ def test_every_method_is_taken_or_refused_in_one_line_with_what_to_take() -> Non
         ({"ranks": "budget"}, "--ranks budget may give clients several; set --ranks to one of 4, 8"),
         ({"participation": 0.5}, "draws others, whose sums can be taken apart; leave --participation out"),
         ({"norm_bound": "clip"}, "leave --norm-bound out"),
-        ({"dp": "example", "alone": "none"}, "has not been accounted for with --dp example; leave one of them out"),
         ({"secure": False, "secure_range": 2.0}, "set --secure, or leave --secure-range out"),
     ],
 )

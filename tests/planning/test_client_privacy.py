@@ -1,28 +1,36 @@
 """Differential privacy of clients: who pays for which sums, the noise of the budget, and what a client can move."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chi2, norm
 
-from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, noisy_sum, secure_means
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, noisy_sum, secure_means, sum_here
+from atlas_fl.client.privacy import epsilon_of_all
 from atlas_fl.config import Config
 from atlas_fl.config.settings import replace_settings
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.planning.client_privacy import (
-    clip_models,
+    COUNT,
+    clip_changes,
     drawn_normals,
+    next_clip,
     noise_multiplier,
     noise_notes,
+    noisy_settings,
     num_sums,
     seeded_normals,
     spending,
 )
 from atlas_fl.setup.options import sample_clients
+from tests.examples import examples
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
 
@@ -103,8 +111,8 @@ def models_of(seed: int, size: int = 20_000) -> dict[str, dict[str, torch.Tensor
 
 
 def means_of(models: dict[str, dict[str, torch.Tensor]], *, round: int = 1, seed: int = 0) -> dict[str, dict]:
-    sum_of = partial(noisy_sum, models, partial(seeded_normals, seed))
     before = {name: dict.fromkeys(("x", "head"), torch.zeros_like(models["c0"]["x"])) for name in NAMES}
+    sum_of = partial(noisy_sum, before, models, partial(seeded_normals, seed))
     return secure_means(GROUPS, SETTINGS, before, models, sum_of, round=round).updates
 
 
@@ -142,14 +150,17 @@ def test_a_client_whose_own_model_has_gone_far_moves_a_sum_by_its_clip_all_the_s
     before = {name: {"q.lora_A": torch.zeros(3, 4), "head.weight": torch.zeros(2)} for name in NAMES}
     far = {name: {"q.lora_A": torch.full((3, 4), 5.0), "head.weight": torch.full((2,), -1.0)} for name in NAMES}
     near = {**far, "c1": {"q.lora_A": torch.full((3, 4), 0.01), "head.weight": torch.zeros(2)}}
-    found = clip_models(before, near, config_of())
+    found = clip_changes(before, near, config_of(), 0.5)
     for name in NAMES:
-        assert float(torch.cat([tensor.flatten() for tensor in found[name].values()]).norm()) <= 0.5 + 1e-6
-    assert torch.equal(found["c1"]["q.lora_A"], near["c1"]["q.lora_A"])
+        assert float(torch.cat([tensor.flatten() for tensor in found[name].values()]).norm()) <= 0.5 + 1e-12
+    assert torch.equal(found["c1"]["q.lora_A"], near["c1"]["q.lora_A"].double())
     # what stays at the client is no part of the norm
-    kept = clip_models(before, far, config_of(share=("head",)))
-    assert torch.equal(kept["c0"]["q.lora_A"], far["c0"]["q.lora_A"])
+    kept = clip_changes(before, far, config_of(share=("head",)), 0.5)
+    assert kept["c0"].keys() == {"head.weight"}
     assert float(kept["c0"]["head.weight"].norm()) == pytest.approx(0.5)
+    # one that is not finite is no change, as one that is not there
+    odd = clip_changes(before, {"c0": {**far["c0"], "head.weight": torch.full((2,), math.nan)}}, config_of(), 0.5)
+    assert all(torch.equal(one, torch.zeros_like(one)) for one in odd["c0"].values())
 
 
 def test_what_is_told_apart_of_a_clients_absence_is_below_epsilon() -> None:
@@ -160,3 +171,138 @@ def test_what_is_told_apart_of_a_clients_absence_is_below_epsilon() -> None:
     bounds = np.quantile(there, np.linspace(0.01, 0.99, 50))
     found = [((there > bound).mean() - 1e-2) / max(float((absent > bound).mean()), 1e-5) for bound in bounds]
     assert 3.0 < math.log(max(found)) <= 4.0 + 0.1
+
+
+# noise in shares, under --secure
+
+SHARED = SumSettings(run="a test", bound=4.0, max_share=1.0, deviation=0.7, clip=0.5)
+
+
+def shared_means(
+    before: dict[str, dict[str, torch.Tensor]], changes: dict[str, dict[str, torch.Tensor]], *, round: int = 1
+) -> dict[str, dict]:
+    sum_of = partial(sum_here, before, dict.fromkeys(NAMES, 7), changes=changes, seed=0)
+    return secure_means(GROUPS, SHARED, before, changes, sum_of, round=round).updates
+
+
+@pytest.mark.parametrize("absent", [(), ("c2", "c5", "c9")])
+def test_any_t_less_one_shares_have_the_stated_variance(absent: tuple[str, ...]) -> None:
+    """Of n clients s are there: the noise of their sum has s / (t - 1) of it."""
+    before = {name: {"x": one["x"].float() / 8, "head": one["head"].float() / 8} for name, one in models_of(3).items()}
+    small = {name: {key: one.double() / 1e4 for key, one in params.items()} for name, params in models_of(4).items()}
+    changes = {name: params for name, params in small.items() if name not in absent}
+    means = shared_means(before, changes)
+    there = [name for name in NAMES if name in changes]
+    noise = means["c0"]["x"] - torch.stack([before[name]["x"] + changes[name]["x"] for name in there]).mean(0)
+    deviation = 0.7 * math.sqrt(len(there) / 6)  # t is 7
+    squares = float(((noise * len(there) / deviation) ** 2).sum())
+    assert chi2.ppf(1e-6, 20_000) < squares < chi2.ppf(1 - 1e-6, 20_000)
+    assert len(there) in (7, 10)
+    heads = [name for name in NAMES[:4] if name in changes]
+    noise = means["c0"]["head"] - torch.stack([before[name]["head"] + changes[name]["head"] for name in heads]).mean(0)
+    squares = float(((noise * len(heads) / 0.7 / math.sqrt(len(heads) / 2)) ** 2).sum())
+    assert chi2.ppf(1e-6, 20_000) < squares < chi2.ppf(1 - 1e-6, 20_000)
+    assert torch.equal(shared_means(before, changes)["c0"]["x"], means["c0"]["x"])
+    assert not torch.equal(shared_means(before, changes, round=2)["c0"]["x"], means["c0"]["x"])
+
+
+def test_shares_of_two_clients_and_two_sums_are_independent() -> None:
+    drawn = [
+        SHARED.noise(group, 20_000, bytes([secret]) * 32).astype(np.int32).astype(float)
+        for group in GROUPS[:2]
+        for secret in (1, 2)
+    ]
+    assert abs(np.corrcoef(drawn[:2])[0, 1]) < 0.04
+    # (0.7 / h)^2 / (t - 1) with h = 2 * 4 / (2^30 // 10) and t = 7, by hand
+    assert np.std(drawn[0]) == pytest.approx(0.7 / (8 / 107_374_182) / math.sqrt(6), rel=0.03)
+
+
+@examples(60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-9, 1e-3, 1.0, 1e3]))
+def test_a_client_moves_what_it_sends_by_its_clip_at_most_in_whole_units(seed: int, size: float) -> None:
+    """A change is cut toward zero: rounding adds nothing to its norm, and no value wraps."""
+    draw = torch.Generator().manual_seed(seed)
+    group = SumGroup(clients=NAMES, keys=("x", "head"), what="all")
+    before = {"x": torch.randn(30, generator=draw).clamp(-3, 3), "head": torch.randn(3, generator=draw).clamp(-3, 3)}
+    trained = {key: one + size * torch.randn(one.shape, generator=draw) for key, one in before.items()}
+    change = clip_changes({"c0": before}, {"c0": trained}, config_of(share=("A", "B", "head")), 0.5)["c0"]
+    terms = SHARED.terms(group)
+    with_it, without = (
+        terms.quantise(SHARED.vector(group, "c0", before, one)({})).astype(np.int64) for one in (change, {})
+    )
+    assert np.linalg.norm((with_it - without) * terms.unit) <= 0.5 + 1e-12
+    exact = torch.cat([(before[key].double() + change[key]) for key in group.keys]).numpy()
+    assert np.abs(with_it * terms.unit - 4.0 - exact).max() <= 1.5 * terms.unit
+
+
+def test_everybody_weighs_the_same_and_a_start_near_the_range_is_refused_whatever_the_change() -> None:
+    assert SHARED.weights({"a": 5, "b": 500}) == {"a": 1.0, "b": 1.0}
+    near = {"x": torch.full((4,), 3.6), "head": torch.zeros(4)}
+    for change in ({}, {"x": torch.full((4,), -0.1)}):
+        with pytest.raises(DataError, match=r"a value of 4\.1 is beyond the range 4 .*; raise"):
+            SHARED.vector(GROUPS[0], "c0", near, change)
+
+
+def test_noise_without_room_is_refused_with_the_range_that_has_it() -> None:
+    # 12 sqrt(10 / 6) 0.7 / h at most 2^29: c of 12 * 0.7 * sqrt(10 / 6) / 10 by hand, 1 % above
+    for bound in (1.0, 1e6):
+        with pytest.raises(ConfigError, match=r"over 10 clients: 1\.1 to 3\.4e\+05; set it so"):
+            replace(SHARED, bound=bound).noise(GROUPS[0], 1, bytes(32))
+    for bound in (1.1, 3.4e5):
+        replace(SHARED, bound=bound).noise(GROUPS[0], 1, bytes(32))
+
+
+def test_the_noise_follows_from_the_settings_and_spends_the_budget_with_the_last_round() -> None:
+    config = config_of(secure=True)
+    settings = noisy_settings(config, NAMES)
+    assert settings == noisy_settings(config, ("c7",)), "a site finds it by itself"
+    assert settings.clip == 0.5 and settings.deviation == 0.5 * noise_multiplier(config, NAMES)
+    spent = [spending(config, NAMES, range(1, number + 1))["c3"]["epsilon"] for number in (1, 6, 12)]
+    assert spent == sorted(spent) and 3.99 < spent[-1] <= 4.0
+    # more than by Gaussian noise of a trusted server, which is accounted for more closely
+    assert 1.0 < noise_multiplier(config, NAMES) / noise_multiplier(config_of(), NAMES) < 1.2
+    assert noisy_settings(config_of(dp="none"), NAMES).deviation == 0.0
+
+
+# a clip that follows the norms, with --clip-quantile
+
+HUNDRED = tuple(f"c{k}" for k in range(100))
+
+
+def test_one_step_of_the_clip_by_hand() -> None:
+    config = config_of(clip_quantile=0.5)
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 2.5, 0.0) == 2.5  # two of four: as many as there are to be
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 4.0, 0.0) == pytest.approx(4.0 * math.exp(-0.2 * 0.5))
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 0.5, 0.0) == pytest.approx(0.5 * math.exp(0.2 * 0.5))
+    # ten clients are counted with noise of 0.5: with a draw of 2 it is one client more of four
+    assert next_clip(config, NAMES, [1.0, 2.0, 3.0, 4.0], 2.5, 2.0) == pytest.approx(2.5 * math.exp(-0.2 * 0.25))
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.8])
+@pytest.mark.parametrize("start", [0.01, 50.0])
+def test_the_clip_comes_to_the_quantile_of_the_norms(quantile: float, start: float) -> None:
+    config, draw = config_of(clip_quantile=quantile), np.random.default_rng(0)
+    norms = np.exp(draw.normal(size=100))
+    clip, last = start, list[float]()
+    for number in range(160):
+        clip = next_clip(config, HUNDRED, norms, clip, float(seeded_normals(0, COUNT, number, 1)[0]))
+        last.append(clip)
+    assert np.exp(np.mean(np.log(last[-60:]))) == pytest.approx(np.quantile(norms, quantile), rel=0.08)
+
+
+def test_sums_and_count_together_spend_what_the_sums_alone_would() -> None:
+    config = config_of(clip_quantile=0.5, epsilon=2.0, delta=1e-3)
+    noise = noise_multiplier(config, HUNDRED)
+    more = noisy_settings(config, HUNDRED).deviation / 0.5
+    assert more == pytest.approx((noise**-2 - 10.0**-2) ** -0.5) and more > noise
+    # by composition: a client is worth 1/2 in the count, whose noise is 5
+    both = epsilon_of_all(((1.0, more, 12), (1.0, 5.0 / 0.5, 12)), 1e-3)
+    assert both == pytest.approx(2.0, abs=0.01)
+    # a smaller clip has smaller noise
+    assert noisy_settings(config, HUNDRED, 0.1).deviation == pytest.approx(0.1 * more)
+
+
+def test_too_few_clients_to_count_are_refused() -> None:
+    config = config_of(clip_quantile=0.5)
+    with pytest.raises(ConfigError, match=r"counts 10 clients a round with noise of 0\.5, .* allowed: 24 clients"):
+        noisy_settings(config, NAMES)

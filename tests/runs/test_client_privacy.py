@@ -1,5 +1,6 @@
 """Runs with client-level differential privacy: spent, recorded, audited, gone on with; the rest is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,53 @@ def test_a_run_spends_its_budget_goes_on_to_the_bit_and_is_audited(config: Make)
     assert not same_tensors(state(whole.folder), state(other.folder))
 
 
+@pytest.mark.core
+def test_clients_add_the_noise_to_secure_sums_themselves(config: Make) -> None:
+    given = {**GIVEN, "epsilon": 2.0, "secure": True, "secure_range": 16.0, "rounds": 2}
+    whole = run_config(config(name="whole", **given))
+    passing_audit(whole.folder, "epsilon")
+    check_altered_rows(
+        whole.folder, (("epsilon", 0.9, "it says epsilon"), ("noise_multiplier", 1.1, "it says epsilon"))
+    )
+    trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
+    spent = {row["round"]: row["epsilon"] for row in trained}
+    assert spent[1] < spent[2] and 1.96 < spent[2] <= 2.0
+    sums = [row["reason"] for row in rows(whole.folder) if row.get("event") == "summed"]
+    assert sums and all(" clients, with noise of " in reason for reason in sums)
+    notes = read_json(whole.folder / "plan.json")["notes"]
+    assert any("the server sees the mean of the adapters over" in note for note in notes)
+    assert any("labels, scores are not covered" in note for note in notes)
+    parts = resume_run(run_config(config(name="parts", max_rounds=1, **given)).folder)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+
+
+@pytest.mark.core
+def test_a_clip_that_follows_the_norms_is_gone_on_with_to_the_bit(config: Make) -> None:
+    given = {**GIVEN, "epsilon": 40.0, "clip_quantile": 0.5}
+    whole = run_config(config(name="whole", **given))
+    passing_audit(whole.folder, "epsilon")
+    said = [row["reason"] for row in rows(whole.folder) if "clipped to" in str(row.get("reason"))]
+    clips = [[float(word) for word in re.findall(r"to ([0-9.e-]+)", line)] for line in said]
+    assert clips[0][0] == 0.5 and [pair[1] for pair in clips[:-1]] == [pair[0] for pair in clips[1:]]
+    assert all(before != after for before, after in clips)
+    spent = [row["epsilon"] for row in rows(whole.folder) if row.get("split") == "train"]
+    assert 39 < max(spent) <= 40.0
+    parts = resume_run(run_config(config(name="parts", max_rounds=1, **given)).folder)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    plain = run_config(config(name="plain", **{**given, "clip_quantile": None}))
+    assert not same_tensors(state(whole.folder), state(plain.folder))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given", [{"strategy": "mr_mtl"}, {"strategy": "fedadam"}, {"strategy": "ffa", "participation": 0.5}]
+    "given",
+    [
+        {"strategy": "mr_mtl"},
+        {"strategy": "fedadam"},
+        {"strategy": "ffa", "participation": 0.5},
+        {"strategy": "mr_mtl", "secure": True, "secure_range": 16.0},
+        {"strategy": "fedper", "secure": True, "secure_range": 16.0},
+    ],
 )
 def test_methods_of_their_own_models_of_server_steps_and_of_samples_are_audited(
     config: Make, given: dict[str, object]
@@ -72,7 +117,9 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         ),
         (["--strategy", "fedavg"], "set --space factors, or take --strategy fedit"),
         (["--patience", "2"], "leave --patience out"),
-        (["--secure"], "leave one of them out"),
+        (["--clip-quantile", "0.5", "--secure"], "has the norms of single updates counted, and --secure shows none"),
+        (["--clip-quantile", "0.5", "--dp", "none"], "set --dp client, or leave --clip-quantile out"),
+        (["--clip-quantile", "0.5", "--epsilon", "1"], "clients or more; bring them, leave it out, or give a larger"),
         (["--delta", "0.5"], "allowed: below one over that"),
         (["--clients-per-task", "2"], "over at least 3 clients, and the head of"),
     ):

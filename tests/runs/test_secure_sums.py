@@ -43,6 +43,23 @@ def test_a_round_of_every_method_that_is_taken_ends_where_a_plain_one_does(confi
     compare(config, strategy)
 
 
+@pytest.mark.core
+def test_private_training_ends_where_it_does_without_secure_sums_and_spends_the_same(config: Make) -> None:
+    pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+    given = {**GIVEN, "strategy": "fedper", "dp": "example", "epsilon": 1.0, "rounds": 2}
+    plain = run_config(config(name="plain", **{**given, "max_rounds": 2}))
+    secure = run_config(config(name="secure", secure=True, **given))
+    secure = resume_run(secure.folder, max_rounds=2)
+    passing_audit(secure.folder, "epsilon")
+    one, other = state(plain.folder), state(secure.folder)
+    for name, tensor in one.items():
+        if tensor.is_floating_point():
+            assert (tensor - other[name]).abs().max() <= 2e-6, name
+    assert not same_tensors(one, other)
+    spent = [[row["epsilon"] for row in rows(run.folder) if row.get("split") == "train"] for run in (plain, secure)]
+    assert spent[0] == spent[1] and 0.98 < max(spent[0]) <= 1.0
+
+
 def test_a_run_says_what_is_seen_goes_on_and_is_audited(config: Make) -> None:
     given = {"strategy": "fedit", "ranks": "4", "secure": True, "clients_per_task": 3}
     whole = run_config(config(name="whole", **given))

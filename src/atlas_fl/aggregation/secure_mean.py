@@ -4,21 +4,39 @@
 
 A rule whose rows are averages needs nothing of single clients: with the mean of its group in the place of every update
 its step is what it was.
+
+With both settings clients add the noise themselves, in units h of the secure sum, by the Skellam mechanism (Agarwal,
+Kairouz and Liu 2021, arXiv:2110.04995):
+
+    y_k = round((w + c) / h) + trunc(u_k / h) + P - P',   P, P' ~ Poisson(v / 2),   v = (z S / h)^2 / (t - 1)
+
+w is what the server gave out, u_k the change of norm S at most. Cutting toward zero makes no norm larger. Any t - 1
+clients' noise has variance (z S)^2, and the sum is of t at least: who knows its own share sees no less than that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite, sqrt
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.aggregation.mixing import groups_of
 from atlas_fl.aggregation.rules import Matrices
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import HEAD, ByClient, Params, shared_params
-from atlas_fl.secure_sums import LEAST, SumResult, Terms, Vector, sum_in_process
+from atlas_fl.rng import generator, secret_skellam
+from atlas_fl.secure_sums import LEAST, SLACK, Noise, SumResult, Terms, Vector, sum_in_process
+
+TAIL = 12
+"""Deviations of the noise of a sum that have room; beyond them is one number in 10^29 (Bernstein's inequality)."""
+FINEST = 2000
+"""Least variance of a client's noise, in units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +58,76 @@ class SumSettings:
     bound: float
     max_share: float
     deviation: float = 0.0
-    """Standard deviation of the noise in a sum."""
+    """Standard deviation of the noise in a sum; of t - 1 clients' where they add it."""
+    clip: float = 0.0
+    """S, the largest norm of a client's change, where clients add the noise; 0 where they add none."""
 
     def terms(self, group: SumGroup, *, round: int = 0) -> Terms:
         """The terms of the sum of this group in one round."""
         about = f"{self.run}, round {round}, {group.what}: {' '.join(group.keys)}"
-        return Terms(clients=group.clients, about=about, bound=self.bound)
+        return Terms(clients=group.clients, about=about, bound=self.bound, slack=SLACK if self.clip else 0)
 
     def weights(self, examples: Mapping[str, int]) -> dict[str, float]:
-        """q of those who have said how many examples they have, 1 of the largest."""
+        """q of those who have said how many examples they have, 1 of the largest, and of all where they add noise."""
+        if self.clip:
+            return dict.fromkeys(examples, 1.0)
         bounded = bounded_weights(np.array([*examples.values()], np.float64), self.max_share)
         return dict(zip(examples, (bounded / bounded.max()).tolist(), strict=True))
 
-    def vector(self, group: SumGroup, client: str, params: Params) -> Vector:
-        """q_k w_k, (d,) float64, given the examples of all."""
-        flat = torch.cat([params[key].reshape(-1).double() for key in group.keys]).cpu().numpy()
-        return lambda examples: np.asarray(flat * self.weights(examples)[client])
+    def vector(self, group: SumGroup, client: str, params: Params, change: Params) -> Vector:
+        """q_k w_k, (d,) float64, given the examples of all; with `clip` w + u_k in whole units, of this change.
+
+        Raises DataError where some change of S would be beyond the range.
+        """
+        flat = _flat(params, group)
+        if not self.clip:
+            return lambda examples: np.asarray(flat * self.weights(examples)[client])
+        terms = self.terms(group)
+        terms.quantise(np.abs(flat) + self.clip)  # whether it is refused does not follow from the change
+        moved = _flat({key: change.get(key, torch.zeros_like(params[key])) for key in group.keys}, group)
+        units = np.rint((flat + self.bound) / terms.unit) + np.trunc(moved / terms.unit)
+        return lambda _: np.asarray(units * terms.unit - self.bound)
+
+    def noise(self, group: SumGroup, size: int, secret: bytes) -> Noise:
+        """A client's share of the noise in units mod 2^32, (d,); raises ConfigError where it is too coarse or fine."""
+        terms = self.terms(group)
+        variance = (self.deviation / terms.unit) ** 2 / (terms.threshold - 1)
+        least = self.bound * TAIL * sqrt(variance * len(group.clients)) / SLACK
+        if not (least <= self.bound and variance >= FINEST):
+            most = self.bound * sqrt(variance / FINEST)
+            raise ConfigError(
+                f"--secure-range is {self.bound:g}; allowed with noise of {self.deviation:.3g} in the sum over"
+                f" {len(group.clients)} clients: {least * 1.01:.3g} to {most * 0.99:.3g}; set it so, or change the clip"
+            )
+        return secret_skellam(secret, variance, size).astype(np.uint32)
+
+    def deviation_of(self, group: SumGroup, survivors: float) -> float:
+        """Standard deviation of the noise in the sum of so many clients."""
+        return self.deviation * (sqrt(survivors / (self.terms(group).threshold - 1)) if self.clip else 1.0)
 
     def error(self, group: SumGroup, survivors: int, weight: float) -> str:
         """How far a mean of so many clients of this weight together is off."""
         if self.deviation:
-            return f"with noise of {self.deviation / weight:.2g}"
+            return f"with noise of {self.deviation_of(group, survivors) / weight:.2g}"
         return f"right to {self.bound * survivors / self.terms(group).levels / weight:.1g}"
+
+
+def _flat(params: Params, group: SumGroup) -> Float64[np.ndarray, " d"]:
+    """The numbers of a group's tensors, one after the other."""
+    return np.asarray(torch.cat([params[key].reshape(-1).double() for key in group.keys]).cpu().numpy())
+
+
+def norm_of(change: Params) -> float:
+    """The L2 norm of all these numbers."""
+    return float(torch.linalg.vector_norm(torch.stack([one.norm() for one in change.values()])))
+
+
+def clipped_change(before: Params, params: Params, most: float) -> dict[str, Tensor]:
+    """The change of these tensors, float64, scaled down to an L2 norm of at most this; zeros where it is not finite."""
+    change = {key: tensor.double() - before[key].double() for key, tensor in params.items()}
+    norm = norm_of(change)
+    factor = min(1.0, most / max(norm, 1e-300))
+    return {key: one * factor if isfinite(norm) else torch.zeros_like(one) for key, one in change.items()}
 
 
 def sum_groups(
@@ -116,6 +182,8 @@ class SecureMeans:
     """Sums that were lost, and why; the tensors of these are those of before."""
     sent_bytes: Mapping[str, tuple[int, int]]
     """By client the bytes up and down beside what is summed."""
+    clip: float = 0.0
+    """The clip of the next round where it follows the norms."""
 
 
 NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
@@ -155,27 +223,41 @@ def secure_means(
 
 
 def sum_here(
-    updates: ByClient, examples: Mapping[str, int], settings: SumSettings, group: SumGroup, size: int, round: int
+    updates: ByClient,
+    examples: Mapping[str, int],
+    settings: SumSettings,
+    group: SumGroup,
+    size: int,
+    round: int,
+    *,
+    changes: ByClient = MappingProxyType({}),
+    seed: int = 0,
 ) -> SumResult:
-    """The sum of a simulation, all messages included, of the clients that have updates."""
-    here = [client for client in group.clients if client in updates]
-    vectors = {client: settings.vector(group, client, updates[client]) for client in here}
-    return sum_in_process(settings.terms(group, round=round), vectors, size=size, examples=examples)
+    """The sum of a simulation, all messages included, of the clients that have updates.
+
+    With `changes` of them it is of the clients that have these, which add shares of noise that follow from the seed.
+    """
+    here = [client for client in group.clients if client in (changes or updates)]
+    vectors = {client: settings.vector(group, client, updates[client], changes.get(client, {})) for client in here}
+    secrets = {client: generator(seed, "share of noise", round, group.what, client).bytes(32) for client in here}
+    noise = {client: settings.noise(group, size, secret) for client, secret in secrets.items() if client in changes}
+    return sum_in_process(settings.terms(group, round=round), vectors, size=size, examples=examples, noise=noise)
 
 
 def noisy_sum(
-    updates: ByClient,
+    before: ByClient,
+    changes: ByClient,
     normals: Callable[[SumGroup, int, int], np.ndarray],
     settings: SumSettings,
     group: SumGroup,
     size: int,
     round: int,
 ) -> SumResult:
-    """The sum of the clients that have updates, each of weight one, with Gaussian noise, at a server that sees all."""
-    here = {client: 1 for client in group.clients if client in updates}
+    """The sum of the clients that have changes, each of weight one, with Gaussian noise, at a server that sees all."""
+    here = {client: 1 for client in group.clients if client in changes}
     total = settings.deviation * normals(group, round, size)
     for client in here:
-        total += settings.vector(group, client, updates[client])(here)
+        total += _flat(before[client], group) + _flat(changes[client], group)
     return SumResult(total=total, survivors=tuple(here), examples=here, sent_bytes={})
 
 

@@ -5,12 +5,17 @@ Jälkö and Honkela 2020, "Computing tight differential privacy guarantees using
 
     P = (1 - q) N(0, z^2) + q N(1, z^2),   Q = N(0, z^2),   L = log dP/dQ at x ~ P,   or -L at x ~ Q
     delta(epsilon) = E[(1 - exp(epsilon - L_1 - ... - L_T))+],   the larger one of the two directions
+
+Where clients add Skellam noise in secure sums, the epsilon is what Rényi's divergences D of the settings leave to delta
+(Canonne, Kamath and Steinke 2020, arXiv:2004.00010, proposition 12), and no less than that of Gaussian noise:
+
+    delta(epsilon) = min_alpha exp((alpha - 1) (D_alpha - epsilon)) (1 - 1 / alpha)^alpha / (alpha - 1)
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from math import ceil
+from math import ceil, log
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,6 +81,8 @@ def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:
     if whole > training.epsilon * (1 + TOLERANCE[0]) + TOLERANCE[1]:
         return f"noise of {noise:.4g} spends epsilon {whole:.4g} in {training.rounds} rounds, not {training.epsilon:g}"
     wanted = spent(((q, int(row["paid_steps"])), *halves), noise, delta)
+    if training.dp == "client" and run.settings.mixing.secure:
+        wanted = max(wanted, spent_in_shares(noise, int(row["paid_steps"]), delta, unit=_unit(run)))
     if abs(row["epsilon"] - wanted) > wanted * TOLERANCE[0] + TOLERANCE[1]:
         return f"it says epsilon {row['epsilon']:.4g}, and {row['paid_steps']:g} steps at this noise spend {wanted:.4g}"
     return ""
@@ -105,6 +112,30 @@ def spent(costs: Costs, noise: float, delta: float) -> float:
         return max(float(weights @ chances[above]) for chances in composed) - delta
 
     return float(brentq(excess, 0.0, values.max(), xtol=1e-6)) if excess(0.0) > 0 else 0.0
+
+
+def _unit(run: Run) -> float:
+    """2 c / R over S, the coarsest unit of a secure sum, which is of 1,024 clients, over the clip."""
+    return run.settings.mixing.secure_range / 2**19 / float(run.settings.training.update_filter[-1].partition("=")[2])
+
+
+def spent_in_shares(noise: float, steps: int, delta: float, *, unit: float) -> float:
+    """The epsilon of so many sums with Skellam noise of this multiplier, in units of this share of the clip.
+
+    >>> round(spent_in_shares(2.0, 12, 0.01, unit=1e-6), 3)
+    5.848
+    """
+    alpha = np.arange(2.0, 513.0)
+    # a whole number is at most its square: so the L1 norm of a change, in units, is at most its squared L2 norm
+    square, variance = unit**-2, (noise / unit) ** 2
+    first, second = alpha * square / (2 * variance), ((2 * alpha - 1) * square + 6 * square) / (4 * variance**2)
+    divergence = steps * (first + second)
+    rest = alpha * np.log1p(-1 / alpha) - np.log(alpha - 1)
+
+    def excess(epsilon: float) -> float:
+        return float(np.min((alpha - 1) * (divergence - epsilon) + rest)) - log(delta)
+
+    return float(brentq(excess, 0.0, divergence[0] - log(delta) + 1.0)) if excess(0.0) > 0 else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,8 @@
-"""Accounting of example-level differential privacy: noise multiplier and epsilon of a client (`--dp example`).
+"""Accounting of differential privacy: noise multipliers and epsilon of Gaussian noise, and of Skellam noise in shares.
 
-The noise multiplier z is the least that keeps `--epsilon` at `--delta` over all steps of the run, by privacy loss
-distributions (dp-accounting; add or remove one example) of Gaussian noise on Poisson batches. `client.private_training`
-takes the steps.
+The noise multiplier z of `--dp example` is the least that keeps `--epsilon` at `--delta` over all steps of the run, by
+privacy loss distributions (dp-accounting; add or remove one example) of Gaussian noise on Poisson batches.
+`client.private_training` takes the steps.
 
 Halves (`methods.kriging`) are paid for once. An example is in one of them, so both cost what the smaller one does.
 """
@@ -12,10 +12,15 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+from scipy.optimize import brentq
+
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.storage.extras import import_extra
+
+ORDERS = range(2, 513)
+"""Orders alpha of Rényi's divergence."""
 
 
 def _accounting() -> Any:
@@ -67,6 +72,24 @@ def noise_of(costs: tuple[tuple[float, int], ...], epsilon: float, delta: float)
     # a coarser grid rounds epsilon up by less than a hundredth, in a fifth of the time
     rough = partial(library.pld.PLDAccountant, value_discretization_interval=1e-3)
     return float(library.calibrate_dp_mechanism(rough, event, epsilon, delta, tol=1e-3))
+
+
+def skellam_epsilon(noise: float, steps: int, delta: float, *, unit: float) -> float:
+    """The epsilon of so many sums with Skellam noise of this multiplier z, in units h of `unit` times the clip S.
+
+        D_alpha <= alpha / 2 z^2 + (2 alpha + 5) (h / S)^2 / 4 z^4,     alpha = 2, 3, ...
+
+    It is the bound of Agarwal, Kairouz and Liu 2021 (arXiv:2110.04995; `_skellam_rdp` of their code) for changes of
+    whole units, whose L1 norm is at most the square of their L2 norm.
+    """
+    divergences = [steps * (a / (2 * noise**2) + (2 * a + 5) * unit**2 / (4 * noise**4)) for a in ORDERS]
+    return float(_accounting().rdp.rdp_privacy_accountant.compute_epsilon(ORDERS, divergences, delta)[0])
+
+
+def skellam_noise(steps: int, epsilon: float, delta: float, *, unit: float) -> float:
+    """The least z of which so many sums spend no more than epsilon."""
+    found = brentq(lambda noise: skellam_epsilon(noise, steps, delta, unit=unit) - epsilon, 1e-3, 1e9, xtol=1e-6)
+    return float(found) + 2e-6  # on the side of less epsilon
 
 
 def rate_of(examples: int, options: TrainOptions) -> float:

@@ -179,6 +179,9 @@ class TrainingConfig:
     """Budget of each client under --dp, spent when the last round ends."""
     delta: Annotated[float | None, Range(above=0, below=1)] = None
     """Chance at which --epsilon may not hold; by default n^-1.1 for a client with n examples, or for n clients."""
+    clip_quantile: Annotated[float | None, Range(above=0, below=1)] = None
+    """Share of the clients whose updates the clip of `--dp client` is to leave as they are: it begins with NORM of
+    `--update-filter clip=NORM`, and follows the norms, of which the server counts those below it, with noise."""
     dpo_beta: Annotated[float | None, Range(above=0)] = None
     """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
     this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the

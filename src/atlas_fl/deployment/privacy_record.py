@@ -1,16 +1,18 @@
 """Differential privacy that the examples of a site have spent, in a file beside its secret, over all runs.
 
 A job is paid for before it is trained, so that a site that is killed has paid. The same question asked again costs
-nothing: its answer is the same, bit for bit (`client.private_training`).
+nothing: its answer is the same, bit for bit (`client.private_training`). Of noisy secure sums another file remembers
+what was answered, since the noise is that of one answer.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import delta_of, epsilon_of_all, noise_multiplier, rate_of
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 
@@ -47,3 +49,19 @@ class PrivacyRecord:
             write_sealed(self.path, {"paid": paid})
         rounds = [count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked]
         return sum(rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRecord:
+    """The noisy sums that a site has answered, over all runs: each tensor once a round, as its noise is meant for."""
+
+    path: Path
+
+    def pay(self, sums: Mapping[str, str]) -> None:
+        """Record what is answered at these places; raises DataError where something else was."""
+        paid = read_sealed(self.path, "sums")["sums"] if self.path.exists() else {}
+        if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
+            what = odd[0].partition(" of ")[0]
+            raise DataError(f"this site has answered another sum of {what}, and answers one; ask who runs the server")
+        if not sums.keys() <= paid.keys():
+            write_sealed(self.path, {"sums": {**paid, **sums}})

@@ -270,6 +270,8 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     if config.training.dp == "example":
         noise = f"with noise of epsilon {config.training.epsilon:g} for each example, which covers training alone,"
     secure = config.mixing.secure
+    if config.training.dp == "client" and secure:
+        noise = f"with noise of epsilon {config.training.epsilon:g} for this site, of which it adds its share,"
     seen = "seen in sums over sites alone" if secure else "without secure sums"
     masked = ", of which the server sees the sums over three sites or more alone" if secure else ""
     leaves = [

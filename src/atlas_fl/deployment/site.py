@@ -27,7 +27,7 @@ from atlas_fl.data.clients import (
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
-from atlas_fl.deployment.privacy_record import PrivacyRecord
+from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
@@ -49,6 +49,7 @@ from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
+from atlas_fl.planning.client_privacy import noisy_settings
 from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
@@ -71,7 +72,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, scale_of, sum_settings
+from atlas_fl.setup.options import dealing_of, scale_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -310,7 +311,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     )
 
 
-def _sums(config: Config, joining: SiteOptions, *, examples: int) -> SumSite:
+def _sums(config: Config, joining: SiteOptions, *, secret: Path, examples: int) -> SumSite:
     """This site in the secure sums of a run."""
     certs = open_certs(joining.certs)
     identity = Identity(
@@ -321,7 +322,13 @@ def _sums(config: Config, joining: SiteOptions, *, examples: int) -> SumSite:
         examples=examples,
     )
     least = max(LEAST, joining.secure)
-    return SumSite(identity=identity, settings=sum_settings(config), least=least)
+    return SumSite(
+        identity=identity,
+        settings=noisy_settings(config, (certs.name,)),
+        least=least,
+        secret=load_or_create_secret(secret),
+        pay=SumRecord(path=secret.with_name(f"{certs.name}-sums")).pay,
+    )
 
 
 def _work(
@@ -382,7 +389,7 @@ def _work(
             starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
             most_rounds=most_rounds(joining, examples=examples),
         ),
-        sums=_sums(settings, joining, examples=examples) if settings.mixing.secure else None,
+        sums=_sums(settings, joining, secret=secret, examples=examples) if settings.mixing.secure else None,
     )
     has_model = bool(worker.run())
     if not has_model or is_fully_shared(settings.mixing.share):

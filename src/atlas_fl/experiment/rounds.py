@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans, noisy_sum, secure_means, sum_here
+from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans, noisy_sum, norm_of, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
@@ -48,10 +48,12 @@ from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.client_privacy import (
-    clip_models,
+    COUNT,
+    clip_changes,
     clip_of,
     drawn_normals,
-    noise_multiplier,
+    next_clip,
+    noisy_settings,
     seeded_normals,
     spending,
 )
@@ -68,7 +70,6 @@ from atlas_fl.setup.options import (
     predicts_as_sent,
     sample_clients,
     strategy_of,
-    sum_settings,
     train_options,
 )
 from atlas_fl.sparse.masked_sgd import restore_frozen
@@ -418,17 +419,31 @@ def _sums(
     """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
     groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
-    settings, remote = sum_settings(config), engine if isinstance(engine, RemoteEngine) else None
+    settings = noisy_settings(config, assembly.names, state.clip)
+    remote = engine if isinstance(engine, RemoteEngine) else None
+    normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
     examples = {client.name: client.examples for client in planned.plan.clients}
     sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
     if config.training.dp == "client":
-        spent = spending(config, assembly.names, range(1, number + 1) if remote is None else remote.release(number))
+        # a site's noise follows from the round, and one that is done again gives out the same sum
+        is_secure = config.mixing.secure
+        done = range(1, number + 1) if remote is None or is_secure else remote.release(number)
+        spent = spending(config, assembly.names, done)
         updates = {name: replace(one, metrics={**one.metrics, **spent[name]}) for name, one in received.updates.items()}
         received = replace(received, updates=updates)
-        settings = replace(settings, deviation=noise_multiplier(config, assembly.names) * clip_of(config))
-        normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
-        sum_of = partial(noisy_sum, clip_models(state.server_models, received.models, config), normals)
-    return received, secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
+        if not (is_secure and remote):
+            before, clip = state.server_models, state.clip or clip_of(config)
+            changes = clip_changes(before, received.models, config, clip)
+            shares = partial(sum_here, before, examples, changes=changes, seed=config.run.seed)
+            sum_of = shares if is_secure else partial(noisy_sum, before, changes, normals)
+    means = secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
+    if config.training.clip_quantile is not None and received.models:
+        whole = clip_changes(state.server_models, received.models, config, inf)
+        norms = [norm_of(change) for change in whole.values()]
+        clip = state.clip or clip_of(config)
+        then = next_clip(config, assembly.names, norms, clip, float(normals(COUNT, number, 1)[0]))
+        means = replace(means, clip=then, sums=(*means.sums, f"clipped to {clip:.4g}, and to {then:.4g} from now on"))
+    return received, means
 
 
 def _aggregate(

@@ -380,6 +380,8 @@ class FederationState:
     """The mean validation score of every evaluated round, over the clients that answered."""
     is_over: bool = False
     """True if the run has ended, with its last round or before it."""
+    clip: float = 0.0
+    """The clip of the next round where it follows the norms (`--clip-quantile`); 0 for that of the settings."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, the `residual` of its filters, its
     `second` model and the `gate` between that and the shared one, which never leave it, `control`, the mean gradient of
@@ -429,6 +431,7 @@ class FederationState:
             validation_scores=newest_scores or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},
             is_over=record.outcome.final,
+            clip=record.step.secure.clip or self.clip,
             by_client={**self.with_newest(record.received.updates), **fitted},
         )
 
@@ -459,6 +462,7 @@ class FederationState:
             "validation": dict(self.validation_scores),
             "history": {str(round): score for round, score in self.history.items()},
             "over": self.is_over,
+            "clip": self.clip,
         }
         return tensors, content
 
@@ -481,6 +485,7 @@ class FederationState:
             validation_scores=content["validation"],
             history={int(round): score for round, score in content["history"].items()},
             is_over=content["over"],
+            clip=content.get("clip", 0.0),  # a run of before has none
             by_client={kind: unflatten_by_client(flat) for kind, flat in by_client.items()},
         )
 

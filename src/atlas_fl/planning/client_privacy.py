@@ -8,25 +8,38 @@ from the model that the server gave out last, so that what a client's own model 
 What is hidden is whether a client's updates are in the sums or zeros in their place. Which clients a round draws
 follows from `--seed`, which all know: so a client that is in k sums spends what k Gaussian mechanisms spend, and no
 chance of being drawn makes it less.
+
+With `--clip-quantile` gamma S follows the norms (Andrew, Thakkar, McMahan and Ramaswamy 2021, arXiv:1905.03871,
+algorithm 1): with m clients a round
+
+    beta = 1/2 + (sum_k (1[||u_k|| <= S] - 1/2) + s_b xi) / m,   S <- S exp(-eta (beta - gamma)),   eta = 0.2
+    z_Delta = (z^-2 - (2 s_b)^-2)^(-1/2),   s_b = m / 20
+
+z_Delta is the noise multiplier of the sums: with the count, in which a client is worth 1/2, they spend what z spends.
 """
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from dataclasses import replace
+from functools import partial
+from math import exp, floor, sqrt
 
 import numpy as np
-import torch
 
-from atlas_fl.aggregation.secure_mean import SumGroup
-from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
+from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of, skellam_epsilon, skellam_noise
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.params import ByClient, Params, shared_params
 from atlas_fl.rng import generator, secret_normals
-from atlas_fl.setup.options import sample_clients
+from atlas_fl.secure_sums import MOST
+from atlas_fl.setup.options import sample_clients, sum_settings
+
+CLIP_RATE = 0.2
+"""eta, how fast the clip follows the norms."""
+COUNT = SumGroup(clients=(), keys=(), what="the count of small updates")
 
 
 def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Counter[str]:
@@ -39,7 +52,15 @@ def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Cou
 def noise_multiplier(config: Config, names: Sequence[str]) -> float:
     """The z of which the client that is in most sums spends `--epsilon` over all rounds."""
     most = max(num_sums(config, names, range(1, config.training.rounds + 1)).values())
-    return noise_of(((1.0, most),), config.training.epsilon, delta_of(len(names), config.training.delta))
+    delta = delta_of(len(names), config.training.delta)
+    if config.mixing.secure:
+        return skellam_noise(most, config.training.epsilon, delta, unit=_unit(config))
+    return noise_of(((1.0, most),), config.training.epsilon, delta)
+
+
+def _unit(config: Config) -> float:
+    """The unit of a secure sum of most clients, over S: so z follows from the settings alone."""
+    return 2 * config.mixing.secure_range / (2**30 // MOST) / clip_of(config)
 
 
 def clip_of(config: Config) -> float:
@@ -47,15 +68,41 @@ def clip_of(config: Config) -> float:
     return float(config.training.update_filter[-1].removeprefix("clip="))
 
 
-def clip_models(before: ByClient, models: ByClient, config: Config) -> dict[str, Params]:
-    """The models with changes of S at most from what the server gave out last, whatever clients began with and sent."""
-    clipped = dict[str, Params]()
-    for client, params in models.items():
-        shared = shared_params(params, config.mixing.share)
-        change: Params = {key: tensor.float() - before[client][key] for key, tensor in shared.items()}
-        change = apply_filter(config.training.update_filter[-1], change, torch.Generator())
-        clipped[client] = {**params, **{key: before[client][key] + one for key, one in change.items()}}
-    return clipped
+def clip_changes(before: ByClient, models: ByClient, config: Config, most: float) -> dict[str, Params]:
+    """Changes of S at most from what the server gave out last, float64, whatever clients began with and sent."""
+    shared = {client: shared_params(params, config.mixing.share) for client, params in models.items()}
+    return {client: clipped_change(before[client], params, most) for client, params in shared.items()}
+
+
+def noisy_settings(config: Config, names: Sequence[str], clip: float = 0.0) -> SumSettings:
+    """The settings of sums, with the noise of the budget where there is one, which under `--secure` clients add.
+
+    `clip` is that of the round where it follows the norms. Raises ConfigError where the count alone spends the budget.
+    """
+    if config.training.dp != "client":
+        return sum_settings(config)
+    clip, noise, counted = clip or clip_of(config), noise_multiplier(config, names), 2 * _count_noise(config, names)
+    if config.training.clip_quantile is not None:
+        if noise >= counted:
+            raise ConfigError(
+                f"--clip-quantile counts {10 * counted:g} clients a round with noise of {counted / 2:g}, and spends"
+                f" more than --epsilon {config.training.epsilon:g}; allowed: {floor(10 * noise) + 1} clients or more;"
+                " bring them, leave it out, or give a larger --epsilon"
+            )
+        noise = (noise**-2 - counted**-2) ** -0.5
+    return replace(sum_settings(config), deviation=noise * clip, clip=clip * config.mixing.secure)
+
+
+def _count_noise(config: Config, names: Sequence[str]) -> float:
+    """s_b, the standard deviation of the noise in a round's count of clients."""
+    return len(sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=1)) / 20
+
+
+def next_clip(config: Config, names: Sequence[str], norms: Sequence[float], clip: float, normal: float) -> float:
+    """The clip of the next round after one with these norms, given a standard normal number."""
+    assert config.training.clip_quantile is not None, "the clip follows the norms"
+    within = sum(norm <= clip for norm in norms) + _count_noise(config, names) * normal
+    return clip * exp(-CLIP_RATE * (within / len(norms) - config.training.clip_quantile))
 
 
 def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -65,7 +112,8 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
     """
     noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
     sums = num_sums(config, names, rounds)
-    spent = {name: epsilon_of(1.0, noise, count, delta) for name, count in sums.items()}
+    account = partial(skellam_epsilon, unit=_unit(config)) if config.mixing.secure else partial(epsilon_of, 1.0)
+    spent = {name: account(noise, count, delta) for name, count in sums.items()}
     if (most := max(spent.values())) > config.training.epsilon:
         raise ConfigError(
             f"a client would spend epsilon {most:.4g} with this round; allowed: {config.training.epsilon:g}: a killed"
@@ -89,16 +137,20 @@ def drawn_normals(_: SumGroup, __: int, size: int) -> np.ndarray:
 
 def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup], models: ByClient) -> tuple[str, ...]:
     """One line with the budget, and with the noise in the means over the largest update, z sqrt(sum_g d_g / m_g^2)."""
-    noise, training, squares = noise_multiplier(config, names), config.training, 0.0
+    settings, training, squares = noisy_settings(config, names), config.training, 0.0
     for group in groups:
         size = sum(models[group.clients[0]][key].numel() for key in group.keys)
-        squares += size / max(1.0, training.participation * len(group.clients)) ** 2
-    ratio = noise * sqrt(squares)
+        clients = max(1.0, training.participation * len(group.clients))
+        if config.mixing.secure:
+            settings.noise(group, 0, b"")  # it has room, or the plan ends here
+        squares += size * (settings.deviation_of(group, clients) / clip_of(config) / clients) ** 2
+    ratio = sqrt(squares)
+    multiple = settings.deviation / clip_of(config)
     hopeless = ", so next to nothing is learned: bring more clients, or send fewer numbers (--strategy ffa, --ranks)"
     return (
         f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
-        f" {training.rounds} rounds, by noise of {noise:.2f} times the clip {clip_of(config):g} in every sum: in the"
+        f" {training.rounds} rounds, by noise of {multiple:.2f} times the clip {clip_of(config):g} in every sum: in the"
         f" means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples and"
-        " labels, scores, and what the server sees are not covered, and a simulation is not private, because it draws"
-        " its noise from --seed",
+        f" labels, {'scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered, and a"
+        " simulation is not private, because it draws its noise from --seed",
     )

@@ -150,8 +150,9 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         models = {name: without_private(assembly, params, plan_cuts.get(name)) for name, params in models.items()}
     if config.needs_sums:
         groups = strategy.sum_groups(plan.federation(), models, round=1)
-        notes = secure_notes(groups) if config.mixing.secure else noise_notes(config, assembly.names, groups, models)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        seen = secure_notes(groups) if config.mixing.secure else ()
+        noise = noise_notes(config, assembly.names, groups, models) if config.training.dp == "client" else ()
+        plan = replace(plan, notes=(*plan.notes, *seen, *noise))
     for note in plan.notes:
         on_event(Note(note))
     return PlanResult(

@@ -163,6 +163,8 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     is_personal = config.mixing.personal_models
     # second models have options of their own
     second_model = config.mixing.second_model if is_personal else "none"
+    # a clip that follows the norms is the server's
+    filters = config.training.update_filter[: -1 if config.training.clip_quantile else None]
     values: dict[str, Any] = {
         **settings_for(config, TrainOptions),
         **optimizer_options(config, config.optimizer(images=with_images)),
@@ -172,7 +174,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "lr": learning_rate_of(config, with_images=with_images),
         # under rules by class features (FedPAC) the head is its last layer, which reads them
         "trained_parts": "last_layer_then_rest" if parts == "head_then_rest" and method.head_is_last_layer else parts,
-        "update_filter": config.training.update_filter if method.communicates else (),
+        "update_filter": filters if method.communicates else (),
         "dp": "example" if config.training.dp == "example" else "none",  # of clients it is the server's
         "pays_halves": config.training.dp == "example" and method.report == "halves",
         "second_model": "frozen" if method.holds_frozen else second_model,

@@ -1,20 +1,23 @@
 """Secure sums across machines: what a site says in the place of its update, and what the server asks it for.
 
 A step of a sum (`secure_sums.STEPS`) is a job as any other: the server goes on with who has answered by the deadline.
-The sites' certificates, which the authority has signed, say whose keys are whose.
+The sites' certificates, which the authority has signed, say whose keys are whose. With `--dp client` a site clips its
+change and adds its share of the noise, which follows from its secret and from all that it hides: the same sum that is
+asked for again has the same noise, and no other sum of a round is answered (`pay`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
-from atlas_fl.params import Params
+from atlas_fl.params import Params, digest
+from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_payloads, write_payloads
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.secure_sums import LEAST, Identity, SumClient
+from atlas_fl.secure_sums import LEAST, Identity, Noise, SumClient
 
 SUM = "sum"
 """The action of a step, and the kind of its messages."""
@@ -36,9 +39,15 @@ class SumSite:
     settings: SumSettings
     least: int = LEAST
     """Fewest clients of a sum that it takes part in."""
+    secret: bytes = b""
+    """The site's own, from which its share of the noise is drawn."""
+    pay: Callable[[Mapping[str, str]], None] = lambda _: None
+    """Records what is answered, by place in the run; raises DataError where something else was answered there."""
     _round: int = 0
     _trained: Params = field(default_factory=dict)
-    """The model of this round, of which the server gets sums."""
+    """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
+    _change: Params = field(default_factory=dict)
+    """The clipped change of this round where it adds noise."""
     _clients: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By tensor the clients of its first sum, which stay."""
     _sums: dict[tuple[str, ...], SumClient] = field(default_factory=dict)
@@ -50,6 +59,8 @@ class SumSite:
         """The answer to a job of training without the trained tensors."""
         trained = {key.removeprefix("param/"): one for key, one in tensors.items() if key.startswith("param/")}
         self._round, self._trained = job.round, {**job.params, **trained}
+        if self.settings.clip:
+            self._trained, self._change = job.params, clipped_change(job.params, trained, self.settings.clip)
         self._sums.clear()
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
         return {**head, "withheld": sorted(trained)}, rest
@@ -60,15 +71,27 @@ class SumSite:
         step = read(str, head.get("step"), "the server's sum: step")
         if step == "keys":
             self._check(group, round=read(int, head.get("round"), "the server's sum: round"))
-            vector = self.settings.vector(group, self.identity.name, self._trained)
+            vector = self.settings.vector(group, self.identity.name, self._trained, self._change)
             terms = self.settings.terms(group, round=self._round)
-            self._sums[group.keys] = SumClient(identity=self.identity, terms=terms, vector=vector)
+            noise = self._noise(group, terms.digest()) if self.settings.clip else None
+            self._sums[group.keys] = SumClient(identity=self.identity, terms=terms, vector=vector, noise=noise)
         if group.keys not in self._sums:
             raise ProtocolError(f"the server asks for {short_repr(step)} of a sum that has not begun; ask who runs it")
         answer = write_payloads(self._sums[group.keys].answer(step, read_payloads(tensors)))
         if step == "confirm":
             self._check_again(group, self._sums[group.keys].survivors)
         return answer
+
+    def _noise(self, group: SumGroup, terms: bytes) -> Noise:
+        """This site's share of the noise in this sum, which it pays for first."""
+        changes = {f"change/{key}": one for key, one in self._change.items()}
+        question = f"{terms.hex()} {digest({**self._trained, **changes})}"
+        self._pay(group, "", question)
+        size = sum(self._trained[key].numel() for key in group.keys)
+        return self.settings.noise(group, size, derive_secret(self.secret, "share of noise", question))
+
+    def _pay(self, group: SumGroup, what: str, value: str) -> None:
+        self.pay({f"{key} in round {self._round} of {self.settings.run}{what}": value for key in group.keys})
 
     def _check(self, group: SumGroup, *, round: int) -> None:
         """Raise DataError in a round without training here, ProtocolError for a sum that breaks the protocol."""
@@ -93,6 +116,8 @@ class SumSite:
 
     def _check_again(self, group: SumGroup, survivors: tuple[str, ...]) -> None:
         """Raise DataError where a round that is done again has other survivors: the difference would show who left."""
+        if self.settings.clip:
+            self._pay(group, ", survivors", " ".join(survivors))
         for key in group.keys:
             before = self._survivors.setdefault((self._round, key), survivors)
             if before != survivors:
