@@ -306,6 +306,20 @@ def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list
     return parts
 
 
+def in_order(lengths: np.ndarray) -> np.ndarray:
+    """The examples' places, short ones first: equal lengths share one attention product."""
+    return np.argsort(lengths, kind="stable")
+
+
+def rows_in_order(examples: EncodedExamples, site: Site) -> Iterator[tuple[np.ndarray, EncodedExamples, PackedBatch]]:
+    """(places, examples, row) of one client's examples in rows of their own, short ones first."""
+    order = in_order(examples.lengths)
+    for ((_, part),) in split_by_tokens([examples.lengths[order]], site.max_tokens):
+        places = order[part]
+        taken = examples.take(places)
+        yield places, taken, make_row([taken], site)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
     """Source of one client's dropout masks."""

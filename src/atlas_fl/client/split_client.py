@@ -27,11 +27,12 @@ from atlas_fl.client.batching import (
     client_side_forward,
     collate_packed,
     dropout_masks,
+    in_order,
     modules_of,
     read_logits,
     split_by_tokens,
 )
-from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scored_update
+from atlas_fl.client.evaluation import on_device, scored_outputs, scored_update
 from atlas_fl.client.fingerprint import measure_parts, parts_message
 from atlas_fl.client.importance import (
     half_rows,

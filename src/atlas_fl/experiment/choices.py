@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atlas_fl.client.batching import greedy_packs
-from atlas_fl.client.evaluation import OUTCOMES, evaluate, in_order
+from atlas_fl.client.batching import greedy_packs, in_order
+from atlas_fl.client.evaluation import OUTCOMES, evaluate
 from atlas_fl.client.job import ClientTokens, Job, Site
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config.schema import DataConfig

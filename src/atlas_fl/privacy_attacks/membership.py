@@ -24,7 +24,8 @@ import numpy as np
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from atlas_fl.client.evaluation import OUTCOMES, in_order
+from atlas_fl.client.batching import in_order
+from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.clients import ClientData
