@@ -17,19 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import (
-    NO_DROPOUT,
-    Dropout,
-    call_with_params,
-    dropout_masks,
-    modules_of,
-    read_logits,
-    segments_of,
-)
-from atlas_fl.client.evaluation import on_device, scored_outputs, scored_update
-from atlas_fl.client.importance import pop_gradients
+from atlas_fl.client import batching, evaluation, importance, local_training
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import LocalTrainer, client_side_indices, example_loss, merge_norms
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import Backbone
@@ -54,7 +43,7 @@ class ServerInput:
     """(reads,) int64, the tokens that the head reads, where text is written; else every sequence's pooled token."""
     params: Params
     """The adapters above the cut, and the head where it is the server's."""
-    dropout: Dropout
+    dropout: batching.Dropout
     labels: Tensor | None = None
     """Labels of the examples whose loss or logits are computed here; None where the head is the client's."""
     upper: Tensor | None = None
@@ -86,18 +75,22 @@ class ServerOutput:
 def forward_above(entry: ServerInput, site: Site, *, backward: bool) -> ServerOutput:
     """The output of these rows; with `backward`, the gradients lie in the rows and params."""
     if entry.weights is None:
-        return _pass(entry, site, modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward)
-    return call_with_params(site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward))
+        return _pass(
+            entry, site, batching.modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward
+        )
+    return batching.call_with_params(
+        site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward)
+    )
 
 
 def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, backward: bool) -> ServerOutput:
     """The output of a pass in which these modules carry the adapters."""
     backbone, is_scaled = site.backbone, entry.weights is None
-    mask = dropout_masks([entry.dropout], device=backbone.device)
+    mask = batching.dropout_masks([entry.dropout], device=backbone.device)
     adapters = Adapters(
         clients=[entry.params],
-        segments=segments_of([len(entry.rows)]),
-        sequences=segments_of([entry.reads]),
+        segments=batching.segments_of([len(entry.rows)]),
+        sequences=batching.segments_of([entry.reads]),
         scale=site.scale,
         dropout_mask=mask,
     )
@@ -108,9 +101,9 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
             features = server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
             logits = loss = None
             if entry.labels is not None:
-                (logits,) = read_logits(backbone, [entry.params], [features], mask=mask)
+                (logits,) = batching.read_logits(backbone, [entry.params], [features], mask=mask)
         if entry.labels is not None and logits is not None:
-            loss = example_loss(logits, entry.labels, smoothing=entry.smoothing)
+            loss = local_training.example_loss(logits, entry.labels, smoothing=entry.smoothing)
         if backward:
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
             torch.autograd.backward(features if loss is None else loss * entry.scale, entry.upper)
@@ -170,7 +163,7 @@ class CutMessages:
         self.crossed[kind, "down"] += len(message)
         return {f"0/{kind}": message}
 
-    def entry(self, payloads: Payloads, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
+    def entry(self, payloads: Payloads, params: Params, dropout: batching.Dropout, *, wants: bool) -> ServerInput:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
         opened = self.decode(payloads, "activation")
@@ -234,10 +227,10 @@ def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) ->
     return int(numbers.min()) >= 0 and int(numbers.max()) < size
 
 
-def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
+def server_side_trainer(job: Job, site: Site) -> local_training.LocalTrainer:
     """The server's half of a cut client while it trains, as of the job's start."""
     # It draws nothing of the client's: it takes the rows that come, and counts them.
-    return LocalTrainer(replace(job, params=CutMessages(job, site).above), replace(site, secrets={}))
+    return local_training.LocalTrainer(replace(job, params=CutMessages(job, site).above), replace(site, secrets={}))
 
 
 class ServerHalf(Protocol):
@@ -334,14 +327,14 @@ class GradientHalf(ServerHalf):
 
     def measured_gradients(self) -> dict[str, Tensor]:
         """The gradients of the weights and of the head here, which have none afterwards."""
-        return pop_gradients({**(self._weights or {}), **self._params})
+        return importance.pop_gradients({**(self._weights or {}), **self._params})
 
     def close_step(self, payloads: Payloads) -> None:
         """End the step before, of which the client tells something beside its next rows."""
 
-    def dropout(self, done: int) -> Dropout:  # noqa: ARG002 - the same in every step
+    def dropout(self, done: int) -> batching.Dropout:  # noqa: ARG002 - the same in every step
         """Where the masks of this step come from."""
-        return NO_DROPOUT
+        return batching.NO_DROPOUT
 
     @abstractmethod
     def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
@@ -357,7 +350,7 @@ class TrainingHalf(GradientHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         side, self._member = CutMessages(job, site), server_side_trainer(job, site)
-        self.places = tuple(client_side_indices(site.backbone, job.params, job.options, side.cut))
+        self.places = tuple(local_training.client_side_indices(site.backbone, job.params, job.options, side.cut))
         super().__init__(side, self._member.params, steps=self._member.steps, wants=bool(self.places))
         self._is_open = False
 
@@ -366,7 +359,7 @@ class TrainingHalf(GradientHalf):
         entry, options = super().read(what, done, payloads), self._member.options
         return replace(entry, smoothing=options.label_smoothing, scale=self._member.scale.value)
 
-    def dropout(self, done: int) -> Dropout:
+    def dropout(self, done: int) -> batching.Dropout:
         """Where the masks of this step come from."""
         return self._member.dropout(done)
 
@@ -387,7 +380,7 @@ class TrainingHalf(GradientHalf):
             others = self.side.decode(payloads, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
-            norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
+            norms = local_training.merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         self._member.step(self.side.done - 1, norms=norms)
 
     def update(self, payloads: Payloads) -> Update:  # noqa: ARG002 - the norms were the last of it
@@ -402,7 +395,7 @@ class EvaluationHalf(ServerHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         self.side = CutMessages(job, site)
-        self._params = on_device(self.side.above, site)
+        self._params = evaluation.on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
@@ -411,7 +404,7 @@ class EvaluationHalf(ServerHalf):
     def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
         """Rows of some examples, each of which comes once."""
         self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
-        entry = self.side.entry(payloads, self._params, NO_DROPOUT, wants=False)
+        entry = self.side.entry(payloads, self._params, batching.NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
         return entry
 
@@ -420,7 +413,7 @@ class EvaluationHalf(ServerHalf):
         self.side.done += 1
         if output.logits is None or entry.labels is None:
             return self.side.rows_down(output.features, "activation")
-        self._outputs.append(scored_outputs(output.logits, entry.labels, self._task))
+        self._outputs.append(evaluation.scored_outputs(output.logits, entry.labels, self._task))
         self._labels.append(entry.labels.cpu())
         return {}
 
@@ -432,5 +425,5 @@ class EvaluationHalf(ServerHalf):
             )
         job = replace(self.side.job, params=self.side.above)
         if self.side.cut.head == "server":
-            return scored_update(job, self.side.site, torch.cat(self._labels).numpy(), self._outputs, {})
+            return evaluation.scored_update(job, self.side.site, torch.cat(self._labels).numpy(), self._outputs, {})
         return Update(client=job.client, params=job.params, examples=self._examples, metrics={})
