@@ -57,10 +57,6 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
         """The adapter of everybody outside."""
         return params_by_client(server_state, OUTSIDE).get(client, {})
 
-    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
-        """All of it."""
-        return self.frozen_part(server_state, client)
-
     def keep(self, round: RoundStart) -> TreesByClient:
         """Lambda by client and layer, of those where there is something outside."""
         known, gate = round.of("gate"), dict[str, Mapping[str, Tensor]]()
