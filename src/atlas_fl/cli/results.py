@@ -31,11 +31,9 @@ from atlas_fl.report.table import Cell, Number, Table, count, plain, share
 from atlas_fl.report.tables import attack_table, leakage_table
 from atlas_fl.sparse.masks import check_same_model, density_by_layer, merge_masks, num_kept, overlap, read_mask
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
-from atlas_fl.storage.digests import check_files
+from atlas_fl.storage import digests, jsonl, tensors
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import write_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
-from atlas_fl.storage.tensors import write_tensors
 
 
 def report(options: cli.ReportOptions) -> int:
@@ -151,7 +149,7 @@ def attack(options: cli.AttackOptions) -> int:
         )
     show([leakage_table(rows) if options.what == CUTS else attack_table(options.what, rows)])
     if options.to is not None:
-        write_json(Path(options.to), list(rows))
+        jsonl.write_json(Path(options.to), list(rows))
     return 0
 
 
@@ -180,7 +178,7 @@ def masks(options: cli.MasksOptions) -> int:
     folder = Path(options.runs_dir) if others else first / "figures" if first.is_dir() else first.parent
     show(f"figure: {path}" for path in _draw(own, folder=folder))
     if mask is not None and options.to is not None:
-        write_tensors(Path(options.to), mask)
+        tensors.write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
         counts = f"{num_kept(mask):,} of {num_values(mask):,} weights may move ({share})"
         show([f"{options.merge} of {len(own)}: {counts}; train under it: --mask-file {options.to}"])
@@ -204,7 +202,7 @@ def _files(options: cli.MasksOptions) -> dict[Path, Path]:
         folder = find_run(name, runs_dir=options.runs_dir)
         if not folder.mask.is_file():
             raise ConfigError(f"run {folder.path} was trained without a mask; give runs with --mask or --mask-file")
-        check_files(folder, folder.mask)
+        digests.check_files(folder, folder.mask)
         mask_files[folder.path] = folder.mask
     return mask_files
 

@@ -41,10 +41,8 @@ from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
 from atlas_fl.setup.options import scale_of, strategy_of
-from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import read_checked
+from atlas_fl.storage import checkpoint, digests, folder_access
 from atlas_fl.storage.files import atomic_folder
-from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 CARD = "README.md"
@@ -187,7 +185,7 @@ def _origin(
 ) -> dict[str, Any]:
     """Facts of a run for the card of a client's model; scores where the summary has those of this round."""
     client, scores = statistics["client"], {}
-    summary = read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
+    summary = digests.read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
     test = summary["clients"].get(client, {}).get("final", {}).get("test", {})
     if test.get("round") == round:
         scores[f"test {statistics['metric']}"] = test["primary"]
@@ -304,7 +302,7 @@ def export_model(
             save_vision(backbone.vision, params, draft, labels=labels)
         else:
             loading.save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
-        write_atomic(draft / CARD, card.encode())
+        folder_access.write_atomic(draft / CARD, card.encode())
     lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
     if missing is not None:
         lines += (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)

@@ -24,11 +24,8 @@ from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
-from atlas_fl.storage.digests import check_files, read_checked
-from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
-from atlas_fl.storage.jsonl import from_json
+from atlas_fl.storage import digests, folder_access, jsonl, tensors
 from atlas_fl.storage.run_folder import RunFolder, find_run
-from atlas_fl.storage.tensors import read_tensors
 
 NUMBERS = {
     **{"gain_over_majority": "gain_over_majority", "bytes": "num_bytes", "bytes_below_whole": "bytes_below_whole"},
@@ -108,7 +105,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
-    return read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
+    return digests.read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
 
 
 def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:
@@ -124,8 +121,8 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
     config = load_config(folder.config, within=folder.path)
     scores = _scores_of_summary(summary, score, run)
     if score == "final" and folder.resampled.is_file():
-        check_files(folder, folder.resampled)
-        draws = read_tensors(folder.resampled, within=folder.path)
+        digests.check_files(folder, folder.resampled)
+        draws = tensors.read_tensors(folder.resampled, within=folder.path)
         scores = replace(scores, resampled={name: values.numpy() for name, values in draws.items()})
     found = FinishedRun(config=config, scores=scores, tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
@@ -181,7 +178,7 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 
 def _runs_below(place: Path) -> list[FinishedRun]:
-    folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
+    folders = [RunFolder(path.parent) for path in folder_access.files_below(place) if path.name == "summary.json"]
     own = [folder for folder in folders if not folder.is_reference()]
     runs = [read_finished_run(folder.path) for folder in own if folder.config.exists() or folder.plan.exists()]
     return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
@@ -235,7 +232,7 @@ def run_command(config: Config) -> str:
 
 def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:
     """Return whether a file begins with this text, by default as `to_csv` writes it."""
-    with open_named_file(path, max_bytes=sys.maxsize) as file:
+    with folder_access.open_named_file(path, max_bytes=sys.maxsize) as file:
         return file.read(len(text)) == text.encode()
 
 
@@ -249,7 +246,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
     if not begins_with(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
     try:
-        text = read_named_file(path, max_bytes=MOST_JSON_BYTES).decode(errors="replace")
+        text = folder_access.read_named_file(path, max_bytes=folder_access.MOST_JSON_BYTES).decode(errors="replace")
         rows = list(enumerate(csv.DictReader(StringIO(text, newline="")), start=2))
     except csv.Error as error:
         raise ConfigError(f"{path} cannot be read ({error}); restore the file") from None
@@ -262,7 +259,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
             raise ValueError("it has more or fewer cells than the header has names")
         row = {name: unescape_cell(cell) for name, cell in row.items()}
         config = _config_of(row)
-        tuning = parse_tuning(from_json(row["tuning"])) if row["tuning"] else None
+        tuning = parse_tuning(jsonl.from_json(row["tuning"])) if row["tuning"] else None
         run = FinishedRun(config=config, scores=_scores_of(row, config.run.seed), tuning=tuning)
     except (ValueError, KeyError, TypeError, AttributeError, AtlasError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
