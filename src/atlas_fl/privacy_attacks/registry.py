@@ -16,11 +16,11 @@ from atlas_fl.setup.assembly import Assembly, assemble
 SHADOWS = 16
 """Shadow clients by default."""
 Row: TypeAlias = Mapping[str, Any]
-PrivacyAttack: TypeAlias = Callable[[Assembly, ClientData, int, OnEvent], Sequence[Row]]
-"""(assembly, the client that is attacked, shadow clients, progress) -> rows."""
+PrivacyAttack: TypeAlias = Callable[..., Sequence[Row]]
+"""(assembly, the client that is attacked, *, shadows, on_event) -> rows; `shadows` is how many shadow clients."""
 
 
-def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -> Sequence[Row]:
+def _tokens(assembly: Assembly, client: ClientData, *, on_event: OnEvent, **_: int) -> Sequence[Row]:
     others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
     if not others:
         raise ConfigError(
@@ -32,13 +32,9 @@ def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -
 
 
 PRIVACY_ATTACKS: Mapping[str, PrivacyAttack] = {
-    "membership": lambda assembly, client, shadows, tell: [
-        infer_membership(assembly, client, shadows=shadows, on_event=tell)
-    ],
+    "membership": lambda assembly, client, **how: [infer_membership(assembly, client, **how)],
     "tokens": _tokens,
-    "canaries": lambda assembly, client, shadows, tell: [
-        audit_epsilon(assembly, client, shadows=shadows, on_event=tell)
-    ],
+    "canaries": lambda assembly, client, **how: [audit_epsilon(assembly, client, **how)],
 }
 CUTS = "cuts"
 """The attack on activations, which trains nothing (`planning.leakage`)."""
@@ -73,4 +69,4 @@ def run_attack(
             " model of packs, such as --model minilm"
         )
     on_event(PhaseStarted(attack))
-    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))
+    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows=shadows, on_event=on_event))
