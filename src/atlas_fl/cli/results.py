@@ -23,9 +23,7 @@ from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
 from atlas_fl.report.format import percent
-from atlas_fl.report.html.comparison_page import federations_page
-from atlas_fl.report.html.elements import BEGINNING, markdown
-from atlas_fl.report.html.write import is_page, write_report
+from atlas_fl.report.html import comparison_page, elements, write
 from atlas_fl.report.mask_charts import density_chart, overlap_chart, scales_chart, scales_csv
 from atlas_fl.report.table import Cell, Number, Table, count, plain, share
 from atlas_fl.report.tables import attack_table, leakage_table
@@ -38,12 +36,12 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 def report(options: cli.ReportOptions) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
-    check_target(options.to, example="report.html", is_own=is_page)
+    check_target(options.to, example="report.html", is_own=write.is_page)
     if options.control is not None and len(options.runs) == 1:
         raise ConfigError(f"--control is {options.control}, and one run is compared with nothing; name more runs")
     folders = [find_run(name, runs_dir=options.runs_dir).path for name in options.runs]
     load_plugins(options.plugin)
-    show([str(write_report(folders, to=options.to, control=options.control))])
+    show([str(write.write_report(folders, to=options.to, control=options.control))])
     for folder in folders if not options.page_only else ():
         show(str(path) for path in draw_all(folder))
     return 0
@@ -51,7 +49,7 @@ def report(options: cli.ReportOptions) -> int:
 
 def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
-    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=BEGINNING))
+    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=elements.BEGINNING))
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
@@ -63,7 +61,7 @@ def page_of_results(options: cli.ResultsOptions) -> int:
             f"no method has the seeds of {options.control or 'the others'}: {seeds}; run the missing ones with"
             " `atlas compare`"
         )
-    page = markdown(federations_page(results), folded=options.all)
+    page = elements.markdown(comparison_page.federations_page(results), folded=options.all)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])

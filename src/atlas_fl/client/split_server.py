@@ -24,9 +24,7 @@ from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.params import Params, digest, select
-from atlas_fl.split.channel import NORMS
-from atlas_fl.split.codec import ROWS, encode_rows, read_message
-from atlas_fl.split.model import client_forward, select_client_side, server_forward
+from atlas_fl.split import channel, codec, model
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode_tensors
 
@@ -98,7 +96,7 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
     with torch.set_grad_enabled(backward), attach_adapters(modules, adapters):
         with site.autocast(scaled=is_scaled):
             rows = entry.rows.to(_rows_type(backbone, entry.blocks)) if site.bf16 or site.fp16 else entry.rows
-            features = server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
+            features = model.server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
             logits = loss = None
             if entry.labels is not None:
                 (logits,) = batching.read_logits(backbone, [entry.params], [features], mask=mask)
@@ -114,7 +112,7 @@ def _rows_type(backbone: Backbone, blocks: int) -> torch.dtype:
     """Type of the rows at a cut in the arithmetic of now: autocast's where what is embedded passes a linear layer."""
     token = torch.zeros(1, dtype=torch.int64, device=backbone.device)
     layout = make_layout([1], device=backbone.device)
-    return client_forward(backbone, token, token, layout, blocks=min(1, blocks)).dtype
+    return model.client_forward(backbone, token, token, layout, blocks=min(1, blocks)).dtype
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
@@ -127,7 +125,7 @@ class CutMessages:
     def __init__(self, job: Job, site: Site) -> None:
         assert job.cut is not None, "a client without a cut has no half here"
         self.job, self.site, self.cut = job, site, job.cut
-        client_side = select_client_side(
+        client_side = model.select_client_side(
             site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client"
         )
         self.below = replace(job, params=select(job.params, (key for key in job.params if key in client_side)))
@@ -152,11 +150,11 @@ class CutMessages:
         if message is None:
             raise ProtocolError(f"{self.job.client} sent no {kind}; install the same atlas-fl on both ends")
         self.crossed[kind, "up"] += len(message)
-        return read_message(message)
+        return codec.read_message(message)
 
     def rows_down(self, rows: Tensor, kind: Kind) -> dict[str, bytes]:
         """An answer with these rows, counted."""
-        return self.count_sent(encode_rows(rows, wire=self.cut.wire), kind)
+        return self.count_sent(codec.encode_rows(rows, wire=self.cut.wire), kind)
 
     def count_sent(self, message: bytes, kind: Kind) -> dict[str, bytes]:
         """An answer with this message, counted."""
@@ -167,7 +165,7 @@ class CutMessages:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
         opened = self.decode(payloads, "activation")
-        rows, lengths, positions = opened.get(ROWS), opened.get("lengths"), opened.get("places")
+        rows, lengths, positions = opened.get(codec.ROWS), opened.get("lengths"), opened.get("places")
         if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
             raise self.refusal("rows")
         assert lengths is not None
@@ -192,7 +190,7 @@ class CutMessages:
 
     def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
         """The entry with the gradient of its features, which has come from the client."""
-        rows = self.decode(payloads, "gradient").get(ROWS)
+        rows = self.decode(payloads, "gradient").get(codec.ROWS)
         if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
             raise self.refusal("a gradient")
         return replace(entry, upper=rows.to(entry.rows.device, copy=True))
@@ -369,7 +367,7 @@ class TrainingHalf(GradientHalf):
         self._is_open = True
         if not self._member.tells_norms:
             return {}
-        return self.side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
+        return self.side.count_sent(encode_tensors({channel.NORMS: self._member.norms()}), "control")
 
     def close_step(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
@@ -377,7 +375,7 @@ class TrainingHalf(GradientHalf):
             return
         norms, self._is_open = None, False
         if self._member.tells_norms:
-            others = self.side.decode(payloads, "control").get(NORMS)
+            others = self.side.decode(payloads, "control").get(channel.NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
             norms = local_training.merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)

@@ -16,9 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from atlas_fl.config import Config, config_hash, differences, load_config
-from atlas_fl.config.methods import with_method_settings
-from atlas_fl.config.presets import find_preset
+from atlas_fl.config import Config, config_hash, differences, load_config, methods, presets
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
@@ -220,7 +218,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
 
 def changed_flags(config: Config) -> list[str]:
     """The flags in which a run differs from its preset, each with the words of its value."""
-    changed = differences(find_preset(config.run.preset, dial=config.run.dial), config)
+    changed = differences(presets.find_preset(config.run.preset, dial=config.run.dial), config)
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 
 
@@ -273,7 +271,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:
-    base = find_preset(row["preset"], dial=int(row["dial"]) if row["dial"] else None)
+    base = presets.find_preset(row["preset"], dial=int(row["dial"]) if row["dial"] else None)
     words: dict[str, list[str]] = {}
     for word in shlex.split(row["flags"]):
         if word.startswith("--"):
@@ -284,7 +282,7 @@ def _config_of(row: Mapping[str, Any]) -> Config:
         else:
             words[name].append(word)
     values = {name: from_words(own, settings()[name].kind) for name, own in words.items()}
-    return with_method_settings(replace_settings(values, base=base))  # what its strategy means today
+    return methods.with_method_settings(replace_settings(values, base=base))  # what its strategy means today
 
 
 def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:

@@ -26,9 +26,8 @@ from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.sparse import compression, masks
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
-from atlas_fl.sparse.compression import compress, decompress
-from atlas_fl.sparse.masks import Mask
 
 _MASK, _VALUES = "mask", "values"
 Digests: TypeAlias = Mapping[str, str]
@@ -66,7 +65,7 @@ class SenderState:
 
     home: Digests = field(default_factory=dict)
     """Digests of the weights that every other end has in its files; none of them is an adapter's."""
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     """The weights of the body that may move, from the first job on that brings a mask."""
     compressed: bool = False
     """What was trained comes as its change in few bytes (`sparse.compression`), unless there is a mask."""
@@ -159,7 +158,7 @@ class Sender:
                 **heads,
             }
         if self.common.compressed:
-            params = decompress(params, job.params)
+            params = compression.decompress(params, job.params)
         untrained = set() if head.get("private") is not None else _untrained_keys(job)
         if came := sorted(untrained & params.keys()):
             raise ProtocolError(
@@ -193,7 +192,7 @@ class Receiver:
     """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     held: dict[str, Params] = field(default_factory=dict)
     """The last model that came and the last one trained here; of both what is shared."""
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     _cache: DigestCache = field(default_factory=DigestCache)
     _opened: tuple[Params, messages.PrivateRef | None] = ({}, None)
     """The part of the newest job's model that came, and the name of the rest."""
@@ -235,7 +234,7 @@ class Receiver:
             return {_VALUES: messages.as_tensor(encode_values(body, self.mask)), **(top if self.trains_heads else {})}
         untrained = _untrained_keys(job) if params.keys() == job.params.keys() else set()
         trained = {key: tensor for key, tensor in params.items() if key not in untrained}
-        return compress(trained, job.params) if self.compresses else trained
+        return compression.compress(trained, job.params) if self.compresses else trained
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run; empty where there is none."""
