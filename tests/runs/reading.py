@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import AuditReport, audit_run
+from atlas_fl.audit.check import audit_run
+from atlas_fl.audit.report import AuditReport
 
 TIMES = ("seconds",)
 """Fields of the wall clock."""

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.audit.bounds import check_bounds, restored_fault
-from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
-from atlas_fl.audit.dense import same_tensors
-from atlas_fl.audit.privacy import check_privacy
-from atlas_fl.audit.recompute import Comparison, Recomputed, farthest
-from atlas_fl.audit.report import AuditReport, AuditRow
-from atlas_fl.audit.rules import formula_of, predicts_in_blocks
+from atlas_fl.audit import bounds, changes, dense, privacy, recompute, report, rules
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, open_run
 from atlas_fl.audit.sent import check_kept, check_sent
 from atlas_fl.audit.step import Formula, Step, compare_states
@@ -28,13 +22,13 @@ OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErr
 """Errors in which content may end that is known not to be what was written; of other content they are our own."""
 
 
-def audit_run(run_dir: Path | str, *, on_event: OnEvent = ignore) -> AuditReport:
+def audit_run(run_dir: Path | str, *, on_event: OnEvent = ignore) -> report.AuditReport:
     """Every check of every round of this run, and of that of its clients alone where that has a plan.
 
     Raises CheckpointError where the folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
     file that is known to be damaged is a row instead.
     """
-    rows: list[AuditRow] = []
+    rows: list[report.AuditRow] = []
     unseen: list[str] = []
     unchecked: list[str] = []
     folder = RunFolder(Path(run_dir))
@@ -49,28 +43,28 @@ def audit_run(run_dir: Path | str, *, on_event: OnEvent = ignore) -> AuditReport
         except (CheckpointError, *OF_DAMAGE) as error:
             if not damage:
                 raise
-            rows.append(AuditRow("files", "", str(error), run=path.name))
-    return AuditReport(rows=tuple(rows), unseen=tuple(unseen), unchecked=tuple(unchecked))
+            rows.append(report.AuditRow("files", "", str(error), run=path.name))
+    return report.AuditReport(rows=tuple(rows), unseen=tuple(unseen), unchecked=tuple(unchecked))
 
 
-def damaged_files(path: Path) -> Iterator[AuditRow]:
+def damaged_files(path: Path) -> Iterator[report.AuditRow]:
     """A row for every file of this run that is not what was written, by the digests that the run keeps."""
     for file, fault in find_faults(RunFolder(path)):
         name = file.relative_to(path).as_posix()
         detail = f"{name} is damaged: {fault}; restore it from a copy, or run again"
-        yield AuditRow("files", "", detail, run=path.name)
+        yield report.AuditRow("files", "", detail, run=path.name)
 
 
 def _unchecked(run: Run) -> Iterator[str]:
     """A line on what was not computed a second time, by a plug-in's method or in blocks of very many clients."""
-    if not formula_of(run).is_known:
+    if not rules.formula_of(run).is_known:
         is_recorded = all(run.mixing_rows(round) for round in filter(run.is_aggregated, run.rounds))
         server_step = (
             "its weights were taken as recorded, and the models computed from them"
             if is_recorded
             else "its server step was not computed again"
         )
-        why = "predicts very many clients in blocks" if predicts_in_blocks(run) else "is a plug-in's"
+        why = "predicts very many clients in blocks" if rules.predicts_in_blocks(run) else "is a plug-in's"
         yield (
             f"{run.path.name}: --strategy {run.mixing.strategy} {why}, for which there is no second formula:"
             f" {server_step}; records, names, what clients loaded, norms and bytes were checked as ever"
@@ -82,12 +76,12 @@ class RunCheck:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.formula = formula_of(run)
+        self.formula = rules.formula_of(run)
         self.held = self.server_models = run.models(0, "start")
         """Models that clients begin the round with, and those of the last aggregation."""
         self.state = run.state_after(0, {})
 
-    def rows(self, on_event: OnEvent) -> Iterator[AuditRow]:
+    def rows(self, on_event: OnEvent) -> Iterator[report.AuditRow]:
         """A row for each check."""
         run = self.run
         missing = set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds)
@@ -101,51 +95,51 @@ class RunCheck:
             self.held, self.state = after, run.state_after(round, self.state)
             if run.is_aggregated(round):
                 self.server_models = run.models(round, "anchor") if run.mixing.personal_models else after
-        yield from (row._replace(run=run.path.name) for row in check_privacy(run))
+        yield from (row._replace(run=run.path.name) for row in privacy.check_privacy(run))
 
-    def _named(self, round: int, rows: Iterable[AuditRow]) -> Iterator[AuditRow]:
+    def _named(self, round: int, rows: Iterable[report.AuditRow]) -> Iterator[report.AuditRow]:
         yield from (row._replace(run=self.run.path.name, round=round) for row in rows)
 
-    def _whole_run(self, missing: Sequence[int]) -> Iterator[AuditRow]:
+    def _whole_run(self, missing: Sequence[int]) -> Iterator[report.AuditRow]:
         """The rows on missing rounds, on rounds too many, and on the first state."""
         run = self.run
         if missing:
-            yield AuditRow("record", "", f"no rounds {missing}")
+            yield report.AuditRow("record", "", f"no rounds {missing}")
         # a run that goes on keeps a round for the audit before the checkpoint by which it is complete
         if run.complete and run.rounds[-1] > run.done:
-            yield AuditRow("record", "", f"it had to end after round {run.done} and went on")
+            yield report.AuditRow("record", "", f"it had to end after round {run.done} and went on")
         if self.formula.is_known:
             first = self.formula.initial(run, self.held) if self.formula.initial else {}
             yield from _server(compare_states(first, self.state, before=self.state))
 
-    def _before_round(self, round: int, record: AuditRecord) -> Iterator[AuditRow]:
+    def _before_round(self, round: int, record: AuditRecord) -> Iterator[report.AuditRow]:
         """The rows on clients that join before this round, on new ranks, and on models that clients chose."""
         run, formula, plan = self.run, self.formula, self.run.plan(record.plan)
         if not set(plan.clients) <= self.held.keys() and run.file(round, "plan.json", joined=True).is_file():
             start = run.models(round, "start", joined=True)
             state = run.state_after(round, self.state, joined=True)
-            yield from check_joined(run, round, self.server_models, self.state, start, state)
+            yield from changes.check_joined(run, round, self.server_models, self.state, start, state)
             self.state = state
             self.held = {**self.held, **start}
             self.server_models = {**self.server_models, **start}
-        if is_reranked(run, record, round):
+        if changes.is_reranked(run, record, round):
             begun = run.models(round, "begun")
-            yield from check_ranks(plan, self.held, begun)
+            yield from changes.check_ranks(plan, self.held, begun)
             self.held = self.server_models = begun
         # once there is a state, clients choose before every aggregation
         is_kept = run.file(round, "begun.safetensors").is_file()
         if formula.begun_faults and (is_kept or (self.state and run.is_aggregated(round))):
             begun = run.models(round, "begun")
             faults = formula.begun_faults(run, round, plan, self.held, begun, self.state)
-            yield from (AuditRow("chosen", *one) for one in faults)
+            yield from (report.AuditRow("chosen", *one) for one in faults)
             self.held = self.server_models = begun
 
-    def _round(self, round: int, record: AuditRecord, after: Models) -> Iterator[AuditRow]:
+    def _round(self, round: int, record: AuditRecord, after: Models) -> Iterator[report.AuditRow]:
         """The rows of one round, after which clients start with these models."""
         held, server_models, state = self.held, self.server_models, self.state
-        run, formula = self.run, formula_of(self.run, round)
+        run, formula = self.run, rules.formula_of(self.run, round)
         plan, trained = run.plan(record.plan), run.models(round, "trained")
-        yield AuditRow("record", "", "; ".join(_record_faults(run, round, plan, record, held, trained, after)))
+        yield report.AuditRow("record", "", "; ".join(_record_faults(run, round, plan, record, held, trained, after)))
         frozen = {client: self.formula.frozen(plan, state, client) for client in held} if self.formula.frozen else {}
         yield from _loaded(plan, record, held, frozen)
         yield from check_sent(run, round, plan, record, state)
@@ -153,21 +147,21 @@ class RunCheck:
         present = {client: trained[client] for client in record.accepted_clients if client in trained}
         wrong = {client: _model_fault(plan, client, held, server_models, present, after) for client in plan.clients}
         for client, fault in wrong.items():
-            yield AuditRow("names", client, fault)
+            yield report.AuditRow("names", client, fault)
             if run.mask is not None and client in present and not fault:
-                yield AuditRow("frozen", client, frozen_fault(run.mask, held[client], present[client]))
+                yield report.AuditRow("frozen", client, changes.frozen_fault(run.mask, held[client], present[client]))
         if any(wrong.values()):
             return  # what has other names or shapes, or no numbers, cannot be compared by value
         sent = run.models_if_any(round, "out_of_bound")
-        yield from check_bounds(run, plan, record, initial=held, trained=present, sent=sent)
+        yield from bounds.check_bounds(run, plan, record, initial=held, trained=present, sent=sent)
         if run.mixing.personal_models and formula.mixes:
             own = {**held, **present}
             for client in plan.clients:
-                is_own = same_tensors(own[client], after[client])
-                yield AuditRow("own", client, "" if is_own else "it does not start with its own model")
+                is_own = dense.same_tensors(own[client], after[client])
+                yield report.AuditRow("own", client, "" if is_own else "it does not start with its own model")
             after = run.models(round, "anchor")
             if fault := max(_model_fault(plan, one, held, {}, {}, after) for one in plan.clients):
-                yield AuditRow("mixed", "", f"of an anchor: {fault}")
+                yield report.AuditRow("mixed", "", f"of an anchor: {fault}")
                 return
         summed = run.models_if_any(round, "summed")
         before = {**(server_models if formula.mixes else held), **present, **summed}
@@ -187,7 +181,7 @@ class RunCheck:
 
     def _step(
         self, step: Step, formula: Formula, record: AuditRecord, present: Models, after: Models
-    ) -> Iterator[AuditRow]:
+    ) -> Iterator[report.AuditRow]:
         """The rows of a server step: its state, and two for each client, on what it starts with."""
         run, plan = self.run, step.plan
         if formula.is_known:
@@ -196,27 +190,27 @@ class RunCheck:
             rows = run.mixing_rows(step.round)
             fault = _rows_fault(plan, rows)
             if rows:
-                yield AuditRow("rows", "", fault)
+                yield report.AuditRow("rows", "", fault)
             if fault or not rows:
                 return
-        truth = Recomputed(step=step, formula=formula, after=after)
+        truth = recompute.Recomputed(step=step, formula=formula, after=after)
         for client, comparisons in zip(plan.clients, truth.comparisons(), strict=True):
             mixed, error, moved = "", 0.0, ""
             if client in record.restored:
-                mixed = restored_fault(run, plan, self.held[client], after[client], trained=present)
+                mixed = bounds.restored_fault(run, plan, self.held[client], after[client], trained=present)
             else:
-                mixed, error = farthest(comparisons, "changed, but should have stayed as it was")
+                mixed, error = recompute.farthest(comparisons, "changed, but should have stayed as it was")
                 moved = _stillness_fault(comparisons)
-            yield AuditRow("mixed", client, mixed, error)
-            yield AuditRow("moved", client, moved)
+            yield report.AuditRow("mixed", client, mixed, error)
+            yield report.AuditRow("moved", client, moved)
 
 
-def _server(found: tuple[str, float | None] | None) -> Iterator[AuditRow]:
+def _server(found: tuple[str, float | None] | None) -> Iterator[report.AuditRow]:
     if found is not None:
-        yield AuditRow("server", "", *found)
+        yield report.AuditRow("server", "", *found)
 
 
-def _stillness_fault(comparisons: Sequence[tuple[str, Comparison]]) -> str:
+def _stillness_fault(comparisons: Sequence[tuple[str, recompute.Comparison]]) -> str:
     """The fault of tensors that are still, bit for bit, what was trained, and should have moved."""
     stuck = [(one.shift, name) for name, one in comparisons if one.still and one.shift > SHIFT]
     if not stuck:
@@ -241,7 +235,7 @@ def _record_faults(
 ) -> Iterator[str]:
     eta = run.eta(round)
     refused = {client for client, reason in record.refused.items() if reason != NO_ANSWER}
-    if formula_of(run).steps and (record.eta is None or abs(record.eta - eta) > 1e-9 * max(eta, 1.0)):
+    if rules.formula_of(run).steps and (record.eta is None or abs(record.eta - eta) > 1e-9 * max(eta, 1.0)):
         yield f"eta was {record.eta}, not {eta:g}"
     if set(record.without_edges) != refused:
         edges = sorted(record.without_edges)
@@ -254,7 +248,7 @@ def _record_faults(
         yield f"{unplanned} are not in the plan"
 
 
-def _loaded(plan: AuditPlan, record: AuditRecord, held: Models, frozen: Models) -> Iterator[AuditRow]:
+def _loaded(plan: AuditPlan, record: AuditRecord, held: Models, frozen: Models) -> Iterator[report.AuditRow]:
     """A row for each client that trained: what it says that it loaded is what the server sent."""
     for client in plan.clients:
         if client not in record.loaded and client not in record.accepted_clients:
@@ -266,7 +260,7 @@ def _loaded(plan: AuditPlan, record: AuditRecord, held: Models, frozen: Models) 
             is_same = wanted == loaded
             words = (f"{num} tensors of {sha256[:12]}" for sha256, num in (loaded, wanted))
             fault = "" if is_same else "it says that it loaded {}, and sent were {}".format(*words)
-        yield AuditRow("loaded", client, fault)
+        yield report.AuditRow("loaded", client, fault)
 
 
 def _model_fault(
@@ -277,6 +271,6 @@ def _model_fault(
         return "it has no model"
     fault = ""
     if client in present:
-        fault = names_fault(plan, client, held[client], present[client], "what it trained")
-    fault = fault or names_fault(plan, client, held[client], after.get(client, {}), "what it starts with")
-    return fault or number_fault(*(models.get(client, {}) for models in (held, present, after, server_models)))
+        fault = changes.names_fault(plan, client, held[client], present[client], "what it trained")
+    fault = fault or changes.names_fault(plan, client, held[client], after.get(client, {}), "what it starts with")
+    return fault or changes.number_fault(*(models.get(client, {}) for models in (held, present, after, server_models)))

@@ -3,44 +3,19 @@
 from collections.abc import Mapping
 from functools import partial
 
-from atlas_fl.audit import averages
+from atlas_fl.audit import averages, class_features, kriging, run_files, server_steps, step, update_clusters
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
-from atlas_fl.audit.class_features import HeadsByFeatures
-from atlas_fl.audit.kriging import (
-    ByDirections,
-    FromHalves,
-    by_james_stein,
-    by_multi_task_averaging,
-    by_similarity_tests,
-)
-from atlas_fl.audit.run_files import Run
-from atlas_fl.audit.server_steps import (
-    Buffer,
-    ByRankOne,
-    Cores,
-    Dynamic,
-    ExactAverage,
-    Merge,
-    Middle,
-    Orthonormal,
-    RankPartitions,
-    Rotated,
-    ServerOptimizer,
-    by_chance,
-    by_sign,
-)
-from atlas_fl.audit.step import Formula
-from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree, TreeWithOutside
 from atlas_fl.clustering.blocks import MOST_EXACT
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
-BY_DISTANCE, OF_OTHERS, DYNAMIC, BY_FEATURES = MeanByDistance(), MeanOfOthers(), Dynamic(), HeadsByFeatures()
-BY_RANK, ORTHONORMAL, ROTATED = RankPartitions(), Orthonormal(), Rotated()
-MULTI_TASK = FromHalves(within="all", predict=by_multi_task_averaging)
-STACKED, WITH_RESIDUAL, WITH_REST = (ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
+BY_DISTANCE, OF_OTHERS, BY_FEATURES = MeanByDistance(), MeanOfOthers(), class_features.HeadsByFeatures()
+DYNAMIC = server_steps.Dynamic()
+BY_RANK, ORTHONORMAL, ROTATED = server_steps.RankPartitions(), server_steps.Orthonormal(), server_steps.Rotated()
+MULTI_TASK = kriging.FromHalves(within="all", predict=kriging.by_multi_task_averaging)
+STACKED, WITH_RESIDUAL, WITH_REST = (server_steps.ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
 
-RULES: Mapping[str, Formula] = {
+RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("local", "local_only", "centralized", "linear_probe", "local_prior"), OWN),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), MEAN),
     **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), MEAN),
@@ -59,39 +34,39 @@ RULES: Mapping[str, Formula] = {
     **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
     **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
     **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
-    **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), ByRankOne()),
-    **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), Cores()),
-    "median": Middle(reduction=averages.median),
-    "trimmed_mean": Middle(reduction=averages.trimmed_mean),
+    **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), server_steps.ByRankOne()),
+    **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), server_steps.Cores()),
+    "median": server_steps.Middle(reduction=averages.median),
+    "trimmed_mean": server_steps.Middle(reduction=averages.trimmed_mean),
     "krum": Mean(within="settings", shares=averages.by_krum),
     "multi_krum": Mean(within="settings", shares=partial(averages.by_krum, several=True)),
     "geometric_median": Mean(within="settings", shares=averages.by_geometric_median),
-    "fedavgm": ServerOptimizer(kind="fedavgm", lr=1.0, beta1=0.9),
-    "fedadagrad": ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),
-    "fedyogi": ServerOptimizer(kind="fedyogi", lr=0.01, beta1=0.9),
-    "fedadam": ServerOptimizer(kind="fedadam", lr=0.01, beta1=0.9),
-    **dict.fromkeys(("fedavg_by_arrival", "fedbuff"), Buffer()),
-    "ties": Merge(merge=by_sign),
-    "dare": Merge(merge=by_chance),
-    "pfedgraph": ByDirections(),
-    "cfl": Bipartition(),
-    "ifca": Choice(),
-    "fedtreelora": Tree(),
-    "kriging": FromHalves(),
-    "atlas": FromHalves(within="clusters"),
+    "fedavgm": server_steps.ServerOptimizer(kind="fedavgm", lr=1.0, beta1=0.9),
+    "fedadagrad": server_steps.ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),
+    "fedyogi": server_steps.ServerOptimizer(kind="fedyogi", lr=0.01, beta1=0.9),
+    "fedadam": server_steps.ServerOptimizer(kind="fedadam", lr=0.01, beta1=0.9),
+    **dict.fromkeys(("fedavg_by_arrival", "fedbuff"), server_steps.Buffer()),
+    "ties": server_steps.Merge(merge=server_steps.by_sign),
+    "dare": server_steps.Merge(merge=server_steps.by_chance),
+    "pfedgraph": kriging.ByDirections(),
+    "cfl": update_clusters.Bipartition(),
+    "ifca": update_clusters.Choice(),
+    "fedtreelora": update_clusters.Tree(),
+    "kriging": kriging.FromHalves(),
+    "atlas": kriging.FromHalves(within="clusters"),
     **dict.fromkeys(("mta", "mta_minimax", "empirical_bayes"), MULTI_TASK),
-    "james_stein": FromHalves(within="all", predict=by_james_stein),
-    "stb": FromHalves(within="all", predict=by_similarity_tests),
-    **dict.fromkeys(("fedavg_in_tree_and_outside", "fedtreelora_outside"), TreeWithOutside()),
+    "james_stein": kriging.FromHalves(within="all", predict=kriging.by_james_stein),
+    "stb": kriging.FromHalves(within="all", predict=kriging.by_similarity_tests),
+    **dict.fromkeys(("fedavg_in_tree_and_outside", "fedtreelora_outside"), update_clusters.TreeWithOutside()),
 }
 
 
-def predicts_in_blocks(run: Run) -> bool:
+def predicts_in_blocks(run: run_files.Run) -> bool:
     """Return whether predictions are those of blocks of clients, and the formula is of all together."""
     return run.mixing.strategy in ("kriging", "atlas") and len(run.plan("plan.json").clients) > MOST_EXACT
 
 
-def formula_of(run: Run, round: int | None = None) -> Formula:
+def formula_of(run: run_files.Run, round: int | None = None) -> step.Formula:
     """The formula of the run's strategy; with a round that of the round, in which everyone may keep its own model.
 
     Raises CheckpointError for a strategy that no audit is written for.

@@ -9,21 +9,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from atlas_fl.audit.class_features import class_means
-from atlas_fl.audit.dense import arrays, bound_weights, numbers, same_tensors
-from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rules import formula_of
+from atlas_fl.audit import class_features, dense, report, rules, step
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Flat, Models, Run
-from atlas_fl.audit.step import Values, compare_values
 
 TOLERANCE = 1e-5
 """Tolerance of a value over the largest of its tensor."""
 
-Expected: TypeAlias = Callable[[int], tuple[Values, Values]]
+Expected: TypeAlias = Callable[[int], tuple[step.Values, step.Values]]
 """Expected tensors for client k, by name, and the sums that they were computed from."""
 
 
-def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Flat) -> Iterator[AuditRow]:
+def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Flat) -> Iterator[report.AuditRow]:
     """A row for each client that trained and each kind of what it was sent; `state` is of before the round."""
     for check, kind, expected in _expected(run, round, plan, state):
         sent = run.models_if_any(round, kind)
@@ -33,42 +29,42 @@ def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state
             elif client in record.participants:
                 wanted, sums = expected(k)
                 sizes = {key: float(np.abs(total).max(initial=0.0)) for key, total in sums.items()}
-                found = arrays(sent.get(client, {}))
-                fault, _ = compare_values(wanted, found, kind, tolerance=(0.0, TOLERANCE), sizes=sizes)
+                found = dense.arrays(sent.get(client, {}))
+                fault, _ = step.compare_values(wanted, found, kind, tolerance=(0.0, TOLERANCE), sizes=sizes)
             else:
                 continue
-            yield AuditRow(check, client, fault)
+            yield report.AuditRow(check, client, fault)
 
 
 def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tuple[str, str, Expected]]:
     """(the check, the file's name, what was to be sent) of every kind that the settings ask for."""
-    training, formula = run.settings.training, formula_of(run)
+    training, formula = run.settings.training, rules.formula_of(run)
     if training.control_variates:
         controls, bound = run.models_if_any(round - 1, "control"), run.settings.robust.max_share
         yield "corrected", "correction", partial(_control_correction, plan, controls, bound)
     if (correction := formula.correction) is not None:
-        values = arrays(state)
+        values = dense.arrays(state)
         yield "corrected", "correction", lambda k: (correction(run, plan.clients[k], values), {})
     if run.settings.server.feature_alignment:
-        yield "aligned", "centroids", lambda k: (class_means(plan, k, state), {})
+        yield "aligned", "centroids", lambda k: (class_features.class_means(plan, k, state), {})
 
 
-def _control_correction(plan: AuditPlan, controls: Models, bound: float, k: int) -> tuple[Values, Values]:
+def _control_correction(plan: AuditPlan, controls: Models, bound: float, k: int) -> tuple[step.Values, step.Values]:
     """SCAFFOLD: the mean by examples of the controls that client k meets, less its own; and that mean."""
     wanted: dict[str, np.ndarray] = {}
     sums: dict[str, np.ndarray] = {}
     own = controls.get(plan.clients[k], {})
     for key in sorted({key for params in controls.values() for key in params}):
         met = [other for other in range(len(plan.clients)) if plan.may_meet(k, other, key)]
-        shares = bound_weights([plan.examples[other] for other in met], bound)
+        shares = dense.bound_weights([plan.examples[other] for other in met], bound)
         known = [(share, controls.get(plan.clients[other], {})) for share, other in zip(shares, met, strict=True)]
-        if values := [share * numbers(control[key]) for share, control in known if key in control]:
+        if values := [share * dense.numbers(control[key]) for share, control in known if key in control]:
             sums[key] = np.asarray(sum(values))
-            wanted[key] = sums[key] - (numbers(own[key]) if key in own else 0.0)
+            wanted[key] = sums[key] - (dense.numbers(own[key]) if key in own else 0.0)
     return wanted, sums
 
 
-def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
+def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[report.AuditRow]:
     """A row for each client: what it alone keeps is there, and stayed as it was where it did not train."""
     mixing = run.settings.mixing
     kinds = {"control": "corrected"} if run.settings.training.control_variates else {}
@@ -82,8 +78,8 @@ def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> It
         trained = record.accepted_clients if kind == "gate" and mixing.personal_models else set(record.participants)
         for client in plan.clients:
             fault = ""
-            if client not in trained and not same_tensors(before.get(client, {}), now.get(client, {})):
+            if client not in trained and not dense.same_tensors(before.get(client, {}), now.get(client, {})):
                 fault = f"its own {nouns.get(kind, kind)} changed while it took no part"
             elif client in trained and not now.get(client) and kind != "control":
                 fault = f"it trained, and has no {nouns.get(kind, kind)} of its own"
-            yield AuditRow(check, client, fault)
+            yield report.AuditRow(check, client, fault)

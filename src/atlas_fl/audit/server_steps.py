@@ -47,6 +47,11 @@ def weighted(shares: Sequence[float], values: Sequence[np.ndarray]) -> Value:
     return total, sum(share * float(np.linalg.norm(one)) for share, one in parts)
 
 
+def mean_of(step: Step, models: Models, there: Sequence[int], key: str) -> Value:
+    """The average of these clients' values in these models, and the size of what went in."""
+    return weighted(step.shares(there), [step.value(models, one, key) for one in there])
+
+
 def value_key(step: Step, key: str) -> str:
     """The parameter at which the value of this one stands: of B in product space, at its A."""
     return key.removesuffix(LORA_B) + LORA_A if step.run.mixing.space == "product" and key.endswith(LORA_B) else key
@@ -95,10 +100,10 @@ class ServerOptimizer(Averaging):
         return step.once(("moved", path), lambda: self._move(step, there, path, key))
 
     def _move(self, step: Step, there: Sequence[int], path: str, key: str) -> Moved:
-        settings, shares = step.run.settings.server, step.shares(there)
-        sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
-        current, size = weighted(shares, sent)
-        after, size_after = weighted(shares, trained)
+        settings = step.run.settings.server
+        (current, size), (after, size_after) = (
+            mean_of(step, models, there, key) for models in (step.before, step.trained)
+        )
         change = after - current
         lr = self.lr if settings.server_lr is None else settings.server_lr
         beta1 = self.beta1 if settings.server_beta1 is None else settings.server_beta1
@@ -137,7 +142,7 @@ class OfCohort(Averaging):
 
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
         """The next value from these clients' updates, and the size of what went in."""
-        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+        return mean_of(step, step.trained, there, key)
 
 
 class Buffer(Averaging):
@@ -360,12 +365,10 @@ class ExactAverage(Averaging):
             sent, trained = (step.value(models, k, key) for models in (step.before, step.trained))
             next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
             return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
-        there = step.there(members)
-        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
+        return mean_of(step, step.trained, step.there(members), key)
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
-        del plan, client
         return {
             path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
         }
@@ -417,7 +420,6 @@ class ByRankOne(Averaging):
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
         """The modules of the largest rank, of which each client trains the first."""
-        del run
         state: dict[str, np.ndarray] = {"draws": np.array(0.0)}
         for client, params in models.items():
             for module in lora_modules(params):
@@ -431,9 +433,7 @@ class ByRankOne(Averaging):
         """The modules that client k trains next, or the mean of heads."""
         if not key.endswith((LORA_A, LORA_B)):
             there = step.there(step.mates(k, key))
-            return (
-                weighted(step.shares(there), [step.value(step.trained, one, key) for one in there]) if there else None
-            )
+            return mean_of(step, step.trained, there, key) if there else None
         if not any(step.present):
             return None
         state, module = step.once("expected", lambda: self.expected(step)), key[: -len(LORA_A)]

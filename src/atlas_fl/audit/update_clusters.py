@@ -1,7 +1,8 @@
 """Second formulas of clusters by updates: CFL's cuts in two, FedTreeLoRA's tree, IFCA's choices by losses.
 
 Single linkage is Kruskal's algorithm over the pairs, average linkage the mean of all distances between two clusters,
-and a silhouette is taken client by client. Sattler et al., 2021; Ghosh et al., 2020.
+and silhouettes are those of the clustering, where the method takes scikit-learn's.
+Sattler et al., 2021; Ghosh et al., 2020.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from atlas_fl.audit.dense import arrays, cosines, same_tensors
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.server_steps import weighted
 from atlas_fl.audit.step import Step
+from atlas_fl.clustering.k_search import silhouette
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 
 
@@ -123,7 +125,6 @@ class TreeWithOutside(Tree):
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The adapter of everybody outside."""
-        del plan
         start = f"outside/{client}/"
         return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
 
@@ -136,7 +137,7 @@ def _cuts(distances: Sequence[np.ndarray], *, step: int, threshold: float) -> li
     tree = _average_linkage(np.mean(np.stack(distances), axis=0))
     for own in distances:
         counts = range(count, min(n - 1, count + step) + 1) if n > 2 else (1,)
-        scores = {one: _silhouette(own, tree[one]) if one > 1 else threshold for one in counts}
+        scores = {one: silhouette(own, np.array(tree[one])) or 0.0 if one > 1 else threshold for one in counts}
         count = next(one for one in counts if scores[one] == max(scores.values()))
         cuts.append(tree[count])
     return cuts
@@ -156,18 +157,6 @@ def _average_linkage(distances: np.ndarray) -> dict[int, list[int]]:
         }
         i, j = min(between, key=lambda pair: between[pair])
         parts = [part for k, part in enumerate(parts) if k not in (i, j)] + [sorted(parts[i] + parts[j])]
-
-
-def _silhouette(distances: np.ndarray, labels: Sequence[int]) -> float:
-    """The mean over clients of (b - a) / max(a, b): the nearest other cluster, and its own without itself."""
-    values, numbers = [], np.array(labels)
-    for k, own in enumerate(labels):
-        mates = np.delete(numbers == own, k)
-        inside = float(np.delete(distances[k], k)[mates].mean()) if mates.any() else 0.0
-        outside = min(float(distances[k, numbers == label].mean()) for label in set(labels) - {own})
-        largest = max(inside, outside)
-        values.append((outside - inside) / largest if mates.any() and largest > 0 else 0.0)
-    return float(np.mean(values))
 
 
 class Choice(ByUpdates):

@@ -18,9 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_origin
 
-from atlas_fl.config import Config, settings, value_of
-from atlas_fl.config.files import load_values
-from atlas_fl.config.methods import check_typed_settings
+from atlas_fl.config import Config, files, methods, settings, value_of
 from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_data
 from atlas_fl.config.settings import Setting, check_range, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words
@@ -230,7 +228,7 @@ def base_config(groups: Sequence[Words], *, implied: Mapping[str, Any] = Mapping
     swept = [word for group in groups if group.flag == "--over" for word in group.values if word.startswith("preset=")]
     named = last_value(groups, "--preset") or (swept[0].removeprefix("preset=").partition(",")[0] if swept else None)
     file = last_value(groups, "--config")
-    values = {} if file is None else load_values(file)
+    values = {} if file is None else files.load_values(file)
     written = values.get("preset")
     if named and written and named != written:
         raise ConfigError(
@@ -315,7 +313,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
     config = replace_settings(changes, base=config)
     if not hasattr(options, "strategies"):  # a comparison names its strategies apart
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
-        check_typed_settings(config, typed)
+        methods.check_typed_settings(config, typed)
     return options(**values, settings=config)  # type: ignore[call-arg]
 
 

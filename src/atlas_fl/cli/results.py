@@ -23,29 +23,25 @@ from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
 from atlas_fl.report.format import percent
-from atlas_fl.report.html.comparison_page import federations_page
-from atlas_fl.report.html.elements import BEGINNING, markdown
-from atlas_fl.report.html.write import is_page, write_report
+from atlas_fl.report.html import comparison_page, elements, write
 from atlas_fl.report.mask_charts import density_chart, overlap_chart, scales_chart, scales_csv
 from atlas_fl.report.table import Cell, Number, Table, count, plain, share
 from atlas_fl.report.tables import attack_table, leakage_table
 from atlas_fl.sparse.masks import check_same_model, density_by_layer, merge_masks, num_kept, overlap, read_mask
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
-from atlas_fl.storage.digests import check_files
+from atlas_fl.storage import digests, jsonl, tensors
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import write_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
-from atlas_fl.storage.tensors import write_tensors
 
 
 def report(options: cli.ReportOptions) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
-    check_target(options.to, example="report.html", is_own=is_page)
+    check_target(options.to, example="report.html", is_own=write.is_page)
     if options.control is not None and len(options.runs) == 1:
         raise ConfigError(f"--control is {options.control}, and one run is compared with nothing; name more runs")
     folders = [find_run(name, runs_dir=options.runs_dir).path for name in options.runs]
     load_plugins(options.plugin)
-    show([str(write_report(folders, to=options.to, control=options.control))])
+    show([str(write.write_report(folders, to=options.to, control=options.control))])
     for folder in folders if not options.page_only else ():
         show(str(path) for path in draw_all(folder))
     return 0
@@ -53,7 +49,7 @@ def report(options: cli.ReportOptions) -> int:
 
 def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
-    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=BEGINNING))
+    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=elements.BEGINNING))
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
@@ -65,7 +61,7 @@ def page_of_results(options: cli.ResultsOptions) -> int:
             f"no method has the seeds of {options.control or 'the others'}: {seeds}; run the missing ones with"
             " `atlas compare`"
         )
-    page = markdown(federations_page(results), folded=options.all)
+    page = elements.markdown(comparison_page.federations_page(results), folded=options.all)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
@@ -151,7 +147,7 @@ def attack(options: cli.AttackOptions) -> int:
         )
     show([leakage_table(rows) if options.what == CUTS else attack_table(options.what, rows)])
     if options.to is not None:
-        write_json(Path(options.to), list(rows))
+        jsonl.write_json(Path(options.to), list(rows))
     return 0
 
 
@@ -181,7 +177,7 @@ def masks(options: cli.MasksOptions) -> int:
     folder = Path(options.runs_dir) if others else first / "figures" if first.is_dir() else first.parent
     show(f"figure: {path}" for path in _draw(own, folder=folder))
     if mask is not None and options.to is not None:
-        write_tensors(Path(options.to), mask)
+        tensors.write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
         counts = f"{num_kept(mask):,} of {num_values(mask):,} weights may move ({share})"
         show([f"{options.merge} of {len(own)}: {counts}; train under it: --mask-file {options.to}"])
@@ -205,7 +201,7 @@ def _files(options: cli.MasksOptions) -> dict[Path, Path]:
         folder = find_run(name, runs_dir=options.runs_dir)
         if not folder.mask.is_file():
             raise ConfigError(f"run {folder.path} was trained without a mask; give runs with --mask or --mask-file")
-        check_files(folder, folder.mask)
+        digests.check_files(folder, folder.mask)
         mask_files[folder.path] = folder.mask
     return mask_files
 

@@ -31,12 +31,8 @@ from atlas_fl.experiment.sweep import (
 )
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
-from atlas_fl.report.comparison_tables import first_tables, method_tables, statistics_files, task_table
-from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.drawing import draw, save_pdf, save_png
-from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
+from atlas_fl.report import comparison_tables, csv_text, drawing, federation_ranks, finished_runs
 from atlas_fl.report.federation_results import VARIED, FederationResults, federation_results, lines_in_one_place
-from atlas_fl.report.finished_runs import FinishedRun, RunScores, read_finished_run, to_csv
 from atlas_fl.report.format import seconds
 from atlas_fl.report.html.comparison_page import federations_page
 from atlas_fl.report.html.elements import markdown, render
@@ -71,14 +67,14 @@ def sweep(options: SweepOptions) -> int:
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=federation_name(base))
     finished, written = _write_runs(_run(points), path=path, note=note)
-    groups: dict[str, list[RunScores]] = {}
+    groups: dict[str, list[finished_runs.RunScores]] = {}
     for point, run in zip(points, finished, strict=True):
         groups.setdefault(label_of(point), []).append(run.scores)
     described = describe_runs(groups)
-    files = statistics_files({federation_name(base): described})
+    files = comparison_tables.statistics_files({federation_name(base): described})
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
-    tables = [*method_tables(described.rows), task_table(described.rows)]
+    tables = [*comparison_tables.method_tables(described.rows), comparison_tables.task_table(described.rows)]
     show([*tables, *written, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
     return 0
 
@@ -221,14 +217,14 @@ def _rising_note(runs: Runs) -> list[str]:
 
 def _write_runs(
     runs: Runs, *, path: Path, score: Literal["final", "best"] = "final", note: str = ""
-) -> tuple[list[FinishedRun], list[str]]:
+) -> tuple[list[finished_runs.FinishedRun], list[str]]:
     """Write the runs as rows, as `atlas results` reads them, and draw them; (the runs with these scores, the files)."""
-    write_atomic(path, to_csv([read_finished_run(folder) for _, folder in runs]).encode())
-    finished = [read_finished_run(folder, score=score) for _, folder in runs]
+    write_atomic(path, finished_runs.to_csv([finished_runs.read_finished_run(folder) for _, folder in runs]).encode())
+    finished = [finished_runs.read_finished_run(folder, score=score) for _, folder in runs]
     means = [fmean(run.scores.scores.values()) for run in finished]
-    drawn = draw([sweep_chart([point.changes for point, _ in runs], means, note=note)])
-    save_pdf(drawn, path.with_suffix(".pdf"))
-    return finished, [f"the runs: {path}", f"and as a figure: {save_png(drawn, path.with_suffix('.png'))}"]
+    drawn = drawing.draw([sweep_chart([point.changes for point, _ in runs], means, note=note)])
+    drawing.save_pdf(drawn, path.with_suffix(".pdf"))
+    return finished, [f"the runs: {path}", f"and as a figure: {drawing.save_png(drawn, path.with_suffix('.png'))}"]
 
 
 def _show_comparison(results: Sequence[FederationResults], *, score: Literal["final", "best"], path: Path) -> None:
@@ -237,15 +233,15 @@ def _show_comparison(results: Sequence[FederationResults], *, score: Literal["fi
     show(["", *(f"{result.title}: {line}" for result in results if (line := comparison_sentence(result.comparison)))])
     for result in results:
         show([f"\n{result.title}"] if len(results) > 1 or not comparison_sentence(result.comparison) else [])
-        show([] if result.comparison is None else first_tables(result.comparison))
+        show([] if result.comparison is None else comparison_tables.first_tables(result.comparison))
         show(lines_in_one_place(result))
     page = federations_page(results, score=score)
     write_atomic(path.with_suffix(".html"), render(page).encode())
     if not compared:
         return
-    ranks = rank_if_several(list(compared.values()))
-    show([] if ranks is None else [ranks_table(ranks, control=next(iter(compared.values())).control)])
-    files = statistics_files(compared) | {"md": markdown(page, folded=True)}
+    ranks = federation_ranks.rank_if_several(list(compared.values()))
+    show([] if ranks is None else [federation_ranks.ranks_table(ranks, control=next(iter(compared.values())).control)])
+    files = comparison_tables.statistics_files(compared) | {"md": markdown(page, folded=True)}
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
     show([f"all statistics in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
@@ -278,7 +274,7 @@ def search(options: SearchOptions) -> int:
             on_event=on_event,
         )
     table = found.settings.with_suffix(".csv")
-    write_atomic(table, format_csv(found.trials).encode())
+    write_atomic(table, csv_text.format_csv(found.trials).encode())
     show([search_table(found), f"the same as CSV: {table}"])
     show([f"the best settings: atlas run --config {found.settings}"])
     return 0

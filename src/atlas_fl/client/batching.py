@@ -14,12 +14,10 @@ from torch.func import functional_call
 
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site
-from atlas_fl.models.attention import PackedLayout, make_layout
+from atlas_fl.models import attention, stock, vision
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
-from atlas_fl.models.stock import stock_outputs
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.models.vision import image_features, image_features_above, preprocess, run_image_blocks
 from atlas_fl.params import HEAD, PARTS, Params, head_keys
 from atlas_fl.split.model import client_forward, server_forward
 
@@ -88,7 +86,7 @@ class PackedBatch:
     ids: Tensor  # (tokens,) int64; of images none
     types: Tensor  # (tokens,) int64; of images none
     labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
-    layout: PackedLayout
+    layout: attention.PackedLayout
     segments: tuple[Segment, ...]  # tokens of every client
     pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
     counts: tuple[int, ...]  # how many these are
@@ -115,7 +113,7 @@ def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) 
         ids=torch.from_numpy(np.concatenate([batch.ids for batch in batches])).to(device),
         types=torch.from_numpy(np.concatenate([batch.types for batch in batches])).to(device),
         labels=tuple(torch.from_numpy(own_labels).to(device) for own_labels in labels),
-        layout=make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
+        layout=attention.make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
         segments=segments,
         pooled=segments_of(counts),
         counts=tuple(counts),
@@ -145,8 +143,8 @@ def _prefix_states(examples: EncodedExamples, site: Site) -> Tensor:
     with torch.inference_mode(False), torch.no_grad(), site.autocast():
         if not row.pixels:
             return client_forward(site.backbone, row.ids, row.types, row.layout, blocks=site.first_adapted)
-        seen = preprocess(site.vision, row.pixels[0])
-        states: Tensor = run_image_blocks(site.vision, seen, blocks=site.first_adapted)
+        seen = vision.preprocess(site.vision, row.pixels[0])
+        states: Tensor = vision.run_image_blocks(site.vision, seen, blocks=site.first_adapted)
         return states.flatten(0, 1)
 
 
@@ -246,8 +244,8 @@ def features_of_row(row: PackedBatch, backbone: Backbone, body: Params = Mapping
         read = partial(_stock_features if backbone.family.stock else _packed_features, row, backbone)
         return call_with_params(backbone.model, body, read) if body else read()
     assert backbone.vision is not None, "a backbone for texts is given no images"
-    seen = torch.cat([preprocess(backbone.vision, pixels) for pixels in row.pixels])
-    features: Tensor = image_features(backbone.vision, body, seen)
+    seen = torch.cat([vision.preprocess(backbone.vision, pixels) for pixels in row.pixels])
+    features: Tensor = vision.image_features(backbone.vision, body, seen)
     return features
 
 
@@ -258,7 +256,7 @@ def _packed_features(row: PackedBatch, backbone: Backbone) -> Tensor:
 def _stock_features(row: PackedBatch, backbone: Backbone) -> Tensor:
     (lengths,), (reads,) = row.lengths, row.target_positions
     targets = None if reads is None else reads.to(row.ids.device).long() + 1
-    return stock_outputs(backbone, row.ids, row.types, lengths.tolist(), targets=targets)
+    return stock.stock_outputs(backbone, row.ids, row.types, lengths.tolist(), targets=targets)
 
 
 def _features_above(row: PackedBatch, prefix: Tensor, backbone: Backbone) -> Tensor:
@@ -268,7 +266,7 @@ def _features_above(row: PackedBatch, prefix: Tensor, backbone: Backbone) -> Ten
     assert backbone.vision is not None, "a backbone for texts is given no images"
     images = sum(len(pixels) for pixels in row.pixels)
     hidden = prefix.view(images, -1, prefix.shape[1])
-    features: Tensor = image_features_above(backbone.vision, hidden, blocks=row.prefix_blocks)
+    features: Tensor = vision.image_features_above(backbone.vision, hidden, blocks=row.prefix_blocks)
     return features
 
 
@@ -304,6 +302,20 @@ def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list
             indices.setdefault(k, []).append(index)
         parts.append([(k, slice(inside[0], inside[-1] + 1)) for k, inside in indices.items()])
     return parts
+
+
+def in_order(lengths: np.ndarray) -> np.ndarray:
+    """The examples' places, short ones first: equal lengths share one attention product."""
+    return np.argsort(lengths, kind="stable")
+
+
+def rows_in_order(examples: EncodedExamples, site: Site) -> Iterator[tuple[np.ndarray, EncodedExamples, PackedBatch]]:
+    """(places, examples, row) of one client's examples in rows of their own, short ones first."""
+    order = in_order(examples.lengths)
+    for ((_, part),) in split_by_tokens([examples.lengths[order]], site.max_tokens):
+        places = order[part]
+        taken = examples.take(places)
+        yield places, taken, make_row([taken], site)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,7 @@ from atlas_fl.client.batching import body_of, collate_packed, features_of_row, f
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import SensitivityOptions
-from atlas_fl.models.backbone import head_logits
-from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.models.vision import image_logits, preprocess
+from atlas_fl.models import backbone, tokenization, vision
 from atlas_fl.params import HEAD, Params
 from atlas_fl.sparse.fisher import fisher_scores
 
@@ -65,13 +63,13 @@ def scale_losses(job: Job, site: Site) -> Update:
     """The summed cross-entropy of the client with its head times each of `SCALES`, (scales,) float64."""
     data = site.data[job.client].splits["validation"]
     batch = data.take(np.arange(min(job.options.examples, len(data))))
-    logits = head_logits(site.backbone, job.params, _features(job, batch, site)).double().cpu()
+    logits = backbone.head_logits(site.backbone, job.params, _features(job, batch, site)).double().cpu()
     labels = torch.from_numpy(batch.labels)
     losses = torch.stack([cross_entropy(scale * logits, labels, reduction="sum") for scale in SCALES])
     return Update(client=job.client, params={LOSSES: losses}, examples=len(batch), metrics={})
 
 
-def _features(job: Job, batch: EncodedExamples, site: Site) -> Tensor:
+def _features(job: Job, batch: tokenization.EncodedExamples, site: Site) -> Tensor:
     """Features of these images, (images, features), by the job's model."""
     return features_of_row(
         collate_packed([batch], device=site.backbone.device), site.backbone, body_of([job.params], site)
@@ -101,7 +99,7 @@ def sensitivity(job: Job, site: Site) -> Update:
     params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
     logits, inputs = partial(_text_logits, batch, site), torch.arange(len(batch))
     if batch.pixels is not None:
-        logits, inputs = partial(image_logits, site.vision), preprocess(site.vision, batch.pixels)
+        logits, inputs = partial(vision.image_logits, site.vision), vision.preprocess(site.vision, batch.pixels)
     found = fisher_scores(
         logits,
         params,
@@ -114,7 +112,7 @@ def sensitivity(job: Job, site: Site) -> Update:
     return Update(client=job.client, params=found.sums, examples=len(batch), metrics={})
 
 
-def _text_logits(batch: EncodedExamples, site: Site, params: Params, index: Tensor) -> Tensor:
+def _text_logits(batch: tokenization.EncodedExamples, site: Site, params: Params, index: Tensor) -> Tensor:
     """Logits (1, classes) of one text, whose index this is."""
     row = collate_packed([batch.take(index.numpy())], device=site.backbone.device)
     with forward(row, [params], site) as (logits,):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import forward, make_row, same_models, split_by_tokens
+from atlas_fl.client.batching import forward, in_order, make_row, rows_in_order, same_models, split_by_tokens
 from atlas_fl.client.job import Job, Site, Update, log_prior
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.preferences import score_preferences
@@ -140,17 +140,11 @@ def _whole_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
 
 def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
     """Logits (examples, labels) of all these examples, in their order, by one model."""
-    every = concatenate(data)
-    order, logits_of_chunks = in_order(every.lengths), list[np.ndarray]()
-    for chunk in split_by_tokens([every.lengths[order]], site.max_tokens):
-        (part,) = (part for _, part in chunk)
-        row = make_row([every.take(order[part])], site)
+    every, ordered = concatenate(data), list[np.ndarray]()
+    for _, _, row in rows_in_order(every, site):
         with forward(row, [params], site) as (logits,):
-            logits_of_chunks.append(logits.cpu().numpy())
-    ordered = np.concatenate(logits_of_chunks)
-    placed = np.empty_like(ordered)
-    placed[order] = ordered
-    return placed
+            ordered.append(logits.cpu().numpy())
+    return np.concatenate(ordered)[np.argsort(in_order(every.lengths))]
 
 
 def _packed_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
@@ -193,11 +187,6 @@ def scores_of(
         return writing_scores(concatenated), {}
     is_counted = split == "test" and task.num_labels > 1
     return scores(task, labels, concatenated), by_class(labels, concatenated) if is_counted else {}
-
-
-def in_order(lengths: np.ndarray) -> np.ndarray:
-    """The examples' places, short ones first: equal lengths share one attention product."""
-    return np.argsort(lengths, kind="stable")
 
 
 def _token_scores(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import forward, make_row, split_by_tokens
+from atlas_fl.client.batching import forward, rows_in_order
 from atlas_fl.client.job import Job, Site, initial_params
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params
@@ -70,10 +70,7 @@ def _log_probs(examples: EncodedExamples, params: Params, site: Site) -> np.ndar
     """Log probability of the answers of every example under one model, (n,) float32, in rows of these alone."""
     placed = {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
     log_probs = np.empty(len(examples), dtype=np.float32)
-    order = np.argsort(examples.lengths, kind="stable")  # short ones first: less is padded
-    for ((_, places),) in split_by_tokens([examples.lengths[order]], site.max_tokens):
-        part = examples.take(order[places])
-        row = make_row([part], site)
+    for places, part, row in rows_in_order(examples, site):
         with forward(row, [placed], site) as (logits,):
-            log_probs[order[places]] = sequence_log_probs(logits, row.labels[0], part.num_targets.tolist()).cpu()
+            log_probs[places] = sequence_log_probs(logits, row.labels[0], part.num_targets.tolist()).cpu()
     return log_probs

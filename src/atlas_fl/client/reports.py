@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import body_of, features_of_row, make_row, split_by_tokens
+from atlas_fl.client.batching import body_of, features_of_row, in_order, rows_in_order
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Action, Job, Site, Update
@@ -78,16 +78,13 @@ class PackReport:
         site, held = self.site, self.site.data[client]
         data = held.splits["train"]
         params = {key: one.to(site.backbone.device) for key, one in self.model(client).items()}
-        order = np.argsort(data.lengths, kind="stable")  # short ones first: less is padded
         parts: list[Tensor] = []
-        for chunk in split_by_tokens([data.lengths[order]], site.max_tokens):
-            ((_, places),) = chunk
-            row = make_row([data.take(order[places])], site)
+        for _, _, row in rows_in_order(data, site):
             adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
             with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
                 features = features_of_row(row, site.backbone, body_of([params], site))
                 parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
-        return torch.cat(parts), data.labels[order], held.task.num_labels
+        return torch.cat(parts), data.labels[in_order(data.lengths)], held.task.num_labels
 
     def gradient(self, client: str) -> Params:
         """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).

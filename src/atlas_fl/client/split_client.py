@@ -21,31 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import (
-    PackedBatch,
-    call_with_params,
-    client_side_forward,
-    collate_packed,
-    dropout_masks,
-    modules_of,
-    read_logits,
-    split_by_tokens,
-)
-from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scored_update
-from atlas_fl.client.fingerprint import measure_parts, parts_message
-from atlas_fl.client.importance import (
-    half_rows,
-    head_leaves,
-    last_weights,
-    layer_sums,
-    merged_leaves,
-    pop_gradients,
-    sums_message,
-)
+from atlas_fl.client import batching, evaluation, fingerprint, importance, local_training, split_server
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import LocalTrainer, example_loss, merge_norms, train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions
-from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import Params
@@ -58,7 +36,7 @@ from atlas_fl.storage.tensors import encode_tensors
 class ServerLink(Protocol):
     """The way to the other side of the cut."""
 
-    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
+    def ask(self, what: str, done: int, payloads: split_server.Payloads) -> split_server.Payloads:
         """The answer; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
 
 
@@ -75,19 +53,19 @@ class ClientSide:
     closing: dict[str, bytes] = field(default_factory=dict)
     """Messages that the last step left to be sent."""
 
-    def step(self, active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
+    def step(self, active: Mapping[int, local_training.LocalTrainer], done: int, site: Site) -> None:
         """One optimizer step of the job's model (`client.local_training.Step`)."""
         (member,) = active.values()
         batch = next(member.batches)
-        row = collate_packed([batch], device=site.backbone.device)
-        mask = dropout_masks([member.dropout(done)], device=site.backbone.device)
+        row = batching.collate_packed([batch], device=site.backbone.device)
+        mask = batching.dropout_masks([member.dropout(done)], device=site.backbone.device)
 
         def head_loss(read: Tensor) -> Tensor:
             with site.autocast():
-                (logits,) = read_logits(site.backbone, [member.params], [read], mask=mask)
+                (logits,) = batching.read_logits(site.backbone, [member.params], [read], mask=mask)
             return member.loss(logits, row.labels[0], batch)
 
-        with client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
+        with batching.client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
             got, loss = self.exchange(hidden, row, done, head_loss, scale=member.scale.value)
             member.losses += [] if loss is None else [loss]
             if hidden.requires_grad:
@@ -96,11 +74,11 @@ class ClientSide:
         norms = None
         if member.tells_norms:
             own_norms = member.norms()
-            norms = merge_norms(own_norms, self._others(got, own_norms), self.indices)
+            norms = local_training.merge_norms(own_norms, self._others(got, own_norms), self.indices)
             self.closing["0/control"] = encode_tensors({NORMS: own_norms})
         member.step(done, norms=norms)
 
-    def _others(self, got: Payloads, own_norms: Tensor) -> Tensor:
+    def _others(self, got: split_server.Payloads, own_norms: Tensor) -> Tensor:
         """The norms of the server's gradients, (tensors,) float32; raises `ProtocolError` for anything else."""
         others = read_message(message_in(got, "control")).get(NORMS)
         placed = others is not None and all(0 <= at < len(own_norms) + len(others) for at in self.indices)
@@ -110,7 +88,7 @@ class ClientSide:
             raise ProtocolError("the server names other tensors than are trained here; install its version")
         return others
 
-    def up(self, hidden: Tensor, row: PackedBatch) -> dict[str, bytes]:
+    def up(self, hidden: Tensor, row: batching.PackedBatch) -> dict[str, bytes]:
         """The rows, with all that the server needs to go on from them."""
         reads = row.target_positions[0]
         beside = {"lengths": row.lengths[0]} | ({} if reads is None else {"places": reads})
@@ -120,8 +98,14 @@ class ClientSide:
         return sent
 
     def exchange(
-        self, hidden: Tensor, row: PackedBatch, done: int, head_loss: Callable[[Tensor], Tensor], *, scale: float = 1.0
-    ) -> tuple[Payloads, Tensor | None]:
+        self,
+        hidden: Tensor,
+        row: batching.PackedBatch,
+        done: int,
+        head_loss: Callable[[Tensor], Tensor],
+        *,
+        scale: float = 1.0,
+    ) -> tuple[split_server.Payloads, Tensor | None]:
         """(the server's answer with the gradient of the rows, the loss where the head is here).
 
         `head_loss` is the loss of features; its gradients, times the `scale`, then lie in what is trained or measured
@@ -136,20 +120,20 @@ class ClientSide:
         sent = {"0/gradient": self.channel.encode_up(read.grad, "gradient")}
         return self.server.ask("gradient", done, sent), loss.detach()
 
-    def features(self, hidden: Tensor, row: PackedBatch, done: int) -> Tensor:
+    def features(self, hidden: Tensor, row: batching.PackedBatch, done: int) -> Tensor:
         """Features, (reads, hidden), as they come down."""
         got = self.server.ask("features", done, self.up(hidden, row))
         return rows_of(got, "activation", like=hidden.new_empty(row.counts[0], hidden.shape[1]))
 
 
-def message_in(got: Payloads, kind: str) -> bytes:
+def message_in(got: split_server.Payloads, kind: str) -> bytes:
     """The message of this kind; raises `ProtocolError` where the answer has none."""
     if f"0/{kind}" not in got:
         raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
     return got[f"0/{kind}"]
 
 
-def rows_of(got: Payloads, kind: str, *, like: Tensor) -> Tensor:
+def rows_of(got: split_server.Payloads, kind: str, *, like: Tensor) -> Tensor:
     """The rows in the server's answer as they are needed here."""
     rows = read_message(message_in(got, kind)).get(ROWS, like.new_empty(0, 0))
     if rows.shape != like.shape:
@@ -168,7 +152,7 @@ def client_side_of(job: Job, site: Site, *, indices: tuple[int, ...], server: Se
 
 def train_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's half of the trained model; its loss is there where the head is."""
-    (update,) = train([job], site, step=crossing.step)
+    (update,) = local_training.train([job], site, step=crossing.step)
     return update
 
 
@@ -178,36 +162,39 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     began = time.perf_counter()
     options: EvaluateOptions = job.options
     data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
-    order, at_home = in_order(data.lengths), crossing.cut.head == "client"
-    params = on_device(job.params, site)
-    for done, chunk in enumerate(split_by_tokens([data.lengths[order]], site.max_tokens)):
-        row = collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
-        with client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
+    order, at_home = batching.in_order(data.lengths), crossing.cut.head == "client"
+    params = evaluation.on_device(job.params, site)
+    for done, chunk in enumerate(batching.split_by_tokens([data.lengths[order]], site.max_tokens)):
+        row = batching.collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
+        with batching.client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
             if not at_home:
                 crossing.server.ask("score", done, crossing.up(hidden, row))
                 continue
             read = crossing.features(hidden, row, done)
             with site.autocast():
-                (logits,) = read_logits(site.backbone, [params], [read], mask=None)
-            outputs.append(scored_outputs(logits, row.labels[0], site.data[job.client].task))
+                (logits,) = batching.read_logits(site.backbone, [params], [read], mask=None)
+            outputs.append(evaluation.scored_outputs(logits, row.labels[0], site.data[job.client].task))
     metrics = {"seconds": time.perf_counter() - began}
     if at_home:
-        return scored_update(job, site, data.labels[order], outputs, metrics)
+        return evaluation.scored_update(job, site, data.labels[order], outputs, metrics)
     return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
 
 
 def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
-    leaves, head = last_weights(site.backbone, options.blocks, end=crossing.cut.blocks), _head(job, site, crossing)
+    leaves, head = (
+        importance.last_weights(site.backbone, options.blocks, end=crossing.cut.blocks),
+        _head(job, site, crossing),
+    )
     losses, closing, done = list[float](), dict[str, bytes](), itertools.count()
     for half in (0, 1):
-        rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
+        rows = importance.half_rows(job, site, half=half, count=options.batches, most=options.most(half))
         gradients = (_loss_gradient(row, site, leaves, head, crossing, next(done)) for row in rows)
-        parts, half_losses = measure_parts(gradients, options)
+        parts, half_losses = fingerprint.measure_parts(gradients, options)
         losses += half_losses
         if parts:
-            closing[f"{half}/fingerprint"] = encode_tensors(parts_message(list(parts.values())))
+            closing[f"{half}/fingerprint"] = encode_tensors(fingerprint.parts_message(list(parts.values())))
     crossing.closing = closing
     metrics = {"loss": float(np.mean(losses))} if losses else {}
     return Update(client=job.client, params=job.params, examples=0, metrics=metrics)
@@ -217,27 +204,30 @@ def importance_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The sums of the client's own blocks; importance is a share of all blocks and so the server's."""
     options: ImportanceOptions = job.options
     blocks = crossing.cut.blocks
-    leaves, head = merged_leaves(job, site, modules_of(site, range(blocks))), _head(job, site, crossing)
+    leaves, head = (
+        importance.merged_leaves(job, site, batching.modules_of(site, range(blocks))),
+        _head(job, site, crossing),
+    )
     sums = []
-    for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
+    for done, row in enumerate(importance.half_rows(job, site, half=0, count=options.batches)):
         gradients = _loss_gradient(row, site, leaves, head, crossing, done)[1]
-        sums.append(layer_sums(gradients, leaves, site, kind=options.kind)[:blocks])
-    crossing.closing = {"0/fingerprint": encode_tensors(sums_message(sums))}
+        sums.append(importance.layer_sums(gradients, leaves, site, kind=options.kind)[:blocks])
+    crossing.closing = {"0/fingerprint": encode_tensors(importance.sums_message(sums))}
     return Update(client=job.client, params={}, examples=0, metrics={})
 
 
 def _head(job: Job, site: Site, crossing: ClientSide) -> dict[str, Tensor]:
-    return head_leaves(job, site) if crossing.cut.head == "client" else {}
+    return importance.head_leaves(job, site) if crossing.cut.head == "client" else {}
 
 
 def _loss_gradient(
-    row: PackedBatch, site: Site, leaves: Params, head: Params, crossing: ClientSide, done: int
+    row: batching.PackedBatch, site: Site, leaves: Params, head: Params, crossing: ClientSide, done: int
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """(the batch's loss where the head is here, the gradients of the weights and of the head here)."""
 
     def head_loss(read: Tensor) -> Tensor:
         with site.autocast(scaled=False):
-            return example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
+            return local_training.example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
 
     def gradients() -> tuple[Tensor | None, dict[str, Tensor]]:
         with site.autocast(scaled=False):
@@ -245,6 +235,6 @@ def _loss_gradient(
         got, loss = crossing.exchange(hidden, row, done, head_loss)
         if leaves:
             hidden.backward(rows_of(got, "gradient", like=hidden))  # type: ignore[no-untyped-call]
-        return loss, pop_gradients({**leaves, **head})
+        return loss, importance.pop_gradients({**leaves, **head})
 
-    return call_with_params(site.backbone.model, leaves, gradients)
+    return batching.call_with_params(site.backbone.model, leaves, gradients)

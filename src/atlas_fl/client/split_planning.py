@@ -7,20 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import modules_of
-from atlas_fl.client.fingerprint import PARTS, add_gradient, fingerprint_update, parts_of_gradients
-from atlas_fl.client.importance import (
-    IMPORTANCE,
-    gradient_batches,
-    head_leaves,
-    importance_update,
-    last_weights,
-    layer_sums,
-    merged_leaves,
-)
+from atlas_fl.client import batching, fingerprint, importance, split_server
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import FingerprintOptions
-from atlas_fl.client.split_server import CutMessages, GradientHalf, Payloads
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.split.channel import Cut
@@ -32,23 +21,24 @@ def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
     return min(cut.blocks, max(0, options.blocks - (total - cut.blocks)))
 
 
-class FingerprintHalf(GradientHalf):
+class FingerprintHalf(split_server.GradientHalf):
     """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
 
     def __init__(self, job: Job, site: Site) -> None:
         options: FingerprintOptions = job.options
-        side, total = CutMessages(job, site), len(site.backbone.blocks)
-        self._names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
+        side, total = split_server.CutMessages(job, site), len(site.backbone.blocks)
+        self._names = [*importance.last_weights(site.backbone, options.blocks), *importance.head_leaves(job, site)]
         below = select_client_side(site.backbone, self._names, blocks=side.cut.blocks, head=side.cut.head == "client")
         self._below = [name for name in self._names if name in below]
         self._losses: list[float] = []
         self._totals: list[dict[str, Tensor]] = [{}, {}]
         client_blocks = blocks_below(options, side.cut, total=total)
         side.below = replace(side.below, options=replace(options, blocks=client_blocks))
-        leaves = last_weights(site.backbone, min(options.blocks, total - side.cut.blocks))
-        head = head_leaves(replace(job, params=side.above), site)
+        leaves = importance.last_weights(site.backbone, min(options.blocks, total - side.cut.blocks))
+        head = importance.head_leaves(replace(job, params=side.above), site)
         first, second = (
-            gradient_batches(job, site, half=half, count=options.batches, most=options.most(half)) for half in (0, 1)
+            importance.gradient_batches(job, site, half=half, count=options.batches, most=options.most(half))
+            for half in (0, 1)
         )
         self._first = first
         super().__init__(side, head, steps=first + second, wants=client_blocks > 0, weights=leaves)
@@ -58,24 +48,24 @@ class FingerprintHalf(GradientHalf):
         options: FingerprintOptions = self.side.job.options
         half = int(self.side.done >= self._first)
         self._losses += [] if loss is None else [float(loss)]
-        self._totals[half] = add_gradient(self._totals[half], self.measured_gradients(), kind=options.kind)
+        self._totals[half] = fingerprint.add_gradient(self._totals[half], self.measured_gradients(), kind=options.kind)
         return {}
 
-    def update(self, payloads: Payloads) -> Update:
+    def update(self, payloads: split_server.Payloads) -> Update:
         """Both sketches, of the client's parts and ours; the loss is there where the head is."""
         sketches = [self._whole_sketch(half, payloads) for half in (0, 1)]
         loss = float(np.mean(self._losses)) if self._losses else math.nan
-        update = fingerprint_update(self.side.job, sketches, self.side.above, steps=0, loss=loss)
+        update = fingerprint.fingerprint_update(self.side.job, sketches, self.side.above, steps=0, loss=loss)
         metrics = dict(update.metrics)
         if self.side.cut.head == "client":
             del metrics["loss"]
         return replace(update, metrics=metrics)
 
-    def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
+    def _whole_sketch(self, half: int, payloads: split_server.Payloads) -> np.ndarray:
         options: FingerprintOptions = self.side.job.options
-        parts = parts_of_gradients(self._totals[half], options)
+        parts = fingerprint.parts_of_gradients(self._totals[half], options)
         if self._below:
-            below = self.side.decode(payloads, "fingerprint", index=half).get(PARTS)
+            below = self.side.decode(payloads, "fingerprint", index=half).get(fingerprint.PARTS)
             if not _are_numbers(below, (len(self._below), options.sketch_dim)):
                 raise self.side.refusal("parts of a sketch")
             assert below is not None
@@ -86,33 +76,36 @@ class FingerprintHalf(GradientHalf):
             raise ProtocolError(str(error)) from None
 
 
-class ImportanceHalf(GradientHalf):
+class ImportanceHalf(split_server.GradientHalf):
     """Measures the blocks above the cut, and makes shares of both sides' sums."""
 
     def __init__(self, job: Job, site: Site) -> None:
-        side, total = CutMessages(job, site), len(site.backbone.blocks)
+        side, total = split_server.CutMessages(job, site), len(site.backbone.blocks)
         self._sums: list[np.ndarray] = []
-        self._leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
-        head, wants = head_leaves(replace(job, params=side.above), site), bool(modules_of(site, range(side.cut.blocks)))
-        self._batches = gradient_batches(job, site, half=0, count=job.options.batches)
+        self._leaves = importance.merged_leaves(job, site, batching.modules_of(site, range(side.cut.blocks, total)))
+        head, wants = (
+            importance.head_leaves(replace(job, params=side.above), site),
+            bool(batching.modules_of(site, range(side.cut.blocks))),
+        )
+        self._batches = importance.gradient_batches(job, site, half=0, count=job.options.batches)
         super().__init__(side, head, steps=self._batches, wants=wants, weights=self._leaves)
 
     def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:  # noqa: ARG002 - importance has no loss
         """Take one more batch's sums by block."""
         kind = self.side.job.options.kind
-        self._sums.append(layer_sums(self.measured_gradients(), self._leaves, self.side.site, kind=kind))
+        self._sums.append(importance.layer_sums(self.measured_gradients(), self._leaves, self.side.site, kind=kind))
         return {}
 
-    def update(self, payloads: Payloads) -> Update:
+    def update(self, payloads: split_server.Payloads) -> Update:
         """The importance of all blocks."""
         side, blocks = self.side, self.side.cut.blocks
-        below = side.decode(payloads, "fingerprint").get(IMPORTANCE)
+        below = side.decode(payloads, "fingerprint").get(importance.IMPORTANCE)
         if not _are_numbers(below, (self._batches, blocks)):
             raise side.refusal("importance")
         assert below is not None
         sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]
         try:
-            return importance_update(side.job, sums, side.site)
+            return importance.importance_update(side.job, sums, side.site)
         except DataError as error:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 

@@ -17,27 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import (
-    NO_DROPOUT,
-    Dropout,
-    call_with_params,
-    dropout_masks,
-    modules_of,
-    read_logits,
-    segments_of,
-)
-from atlas_fl.client.evaluation import on_device, scored_outputs, scored_update
-from atlas_fl.client.importance import pop_gradients
+from atlas_fl.client import batching, evaluation, importance, local_training
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import LocalTrainer, client_side_indices, example_loss, merge_norms
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.params import Params, digest, select
-from atlas_fl.split.channel import NORMS
-from atlas_fl.split.codec import ROWS, encode_rows, read_message
-from atlas_fl.split.model import client_forward, select_client_side, server_forward
+from atlas_fl.split import channel, codec, model
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode_tensors
 
@@ -54,7 +41,7 @@ class ServerInput:
     """(reads,) int64, the tokens that the head reads, where text is written; else every sequence's pooled token."""
     params: Params
     """The adapters above the cut, and the head where it is the server's."""
-    dropout: Dropout
+    dropout: batching.Dropout
     labels: Tensor | None = None
     """Labels of the examples whose loss or logits are computed here; None where the head is the client's."""
     upper: Tensor | None = None
@@ -86,18 +73,22 @@ class ServerOutput:
 def forward_above(entry: ServerInput, site: Site, *, backward: bool) -> ServerOutput:
     """The output of these rows; with `backward`, the gradients lie in the rows and params."""
     if entry.weights is None:
-        return _pass(entry, site, modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward)
-    return call_with_params(site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward))
+        return _pass(
+            entry, site, batching.modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward
+        )
+    return batching.call_with_params(
+        site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward)
+    )
 
 
 def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, backward: bool) -> ServerOutput:
     """The output of a pass in which these modules carry the adapters."""
     backbone, is_scaled = site.backbone, entry.weights is None
-    mask = dropout_masks([entry.dropout], device=backbone.device)
+    mask = batching.dropout_masks([entry.dropout], device=backbone.device)
     adapters = Adapters(
         clients=[entry.params],
-        segments=segments_of([len(entry.rows)]),
-        sequences=segments_of([entry.reads]),
+        segments=batching.segments_of([len(entry.rows)]),
+        sequences=batching.segments_of([entry.reads]),
         scale=site.scale,
         dropout_mask=mask,
     )
@@ -105,12 +96,12 @@ def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, b
     with torch.set_grad_enabled(backward), attach_adapters(modules, adapters):
         with site.autocast(scaled=is_scaled):
             rows = entry.rows.to(_rows_type(backbone, entry.blocks)) if site.bf16 or site.fp16 else entry.rows
-            features = server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
+            features = model.server_forward(backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
             logits = loss = None
             if entry.labels is not None:
-                (logits,) = read_logits(backbone, [entry.params], [features], mask=mask)
+                (logits,) = batching.read_logits(backbone, [entry.params], [features], mask=mask)
         if entry.labels is not None and logits is not None:
-            loss = example_loss(logits, entry.labels, smoothing=entry.smoothing)
+            loss = local_training.example_loss(logits, entry.labels, smoothing=entry.smoothing)
         if backward:
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
             torch.autograd.backward(features if loss is None else loss * entry.scale, entry.upper)
@@ -121,7 +112,7 @@ def _rows_type(backbone: Backbone, blocks: int) -> torch.dtype:
     """Type of the rows at a cut in the arithmetic of now: autocast's where what is embedded passes a linear layer."""
     token = torch.zeros(1, dtype=torch.int64, device=backbone.device)
     layout = make_layout([1], device=backbone.device)
-    return client_forward(backbone, token, token, layout, blocks=min(1, blocks)).dtype
+    return model.client_forward(backbone, token, token, layout, blocks=min(1, blocks)).dtype
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
@@ -134,7 +125,7 @@ class CutMessages:
     def __init__(self, job: Job, site: Site) -> None:
         assert job.cut is not None, "a client without a cut has no half here"
         self.job, self.site, self.cut = job, site, job.cut
-        client_side = select_client_side(
+        client_side = model.select_client_side(
             site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client"
         )
         self.below = replace(job, params=select(job.params, (key for key in job.params if key in client_side)))
@@ -159,22 +150,22 @@ class CutMessages:
         if message is None:
             raise ProtocolError(f"{self.job.client} sent no {kind}; install the same atlas-fl on both ends")
         self.crossed[kind, "up"] += len(message)
-        return read_message(message)
+        return codec.read_message(message)
 
     def rows_down(self, rows: Tensor, kind: Kind) -> dict[str, bytes]:
         """An answer with these rows, counted."""
-        return self.count_sent(encode_rows(rows, wire=self.cut.wire), kind)
+        return self.count_sent(codec.encode_rows(rows, wire=self.cut.wire), kind)
 
     def count_sent(self, message: bytes, kind: Kind) -> dict[str, bytes]:
         """An answer with this message, counted."""
         self.crossed[kind, "down"] += len(message)
         return {f"0/{kind}": message}
 
-    def entry(self, payloads: Payloads, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
+    def entry(self, payloads: Payloads, params: Params, dropout: batching.Dropout, *, wants: bool) -> ServerInput:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
         opened = self.decode(payloads, "activation")
-        rows, lengths, positions = opened.get(ROWS), opened.get("lengths"), opened.get("places")
+        rows, lengths, positions = opened.get(codec.ROWS), opened.get("lengths"), opened.get("places")
         if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
             raise self.refusal("rows")
         assert lengths is not None
@@ -199,7 +190,7 @@ class CutMessages:
 
     def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
         """The entry with the gradient of its features, which has come from the client."""
-        rows = self.decode(payloads, "gradient").get(ROWS)
+        rows = self.decode(payloads, "gradient").get(codec.ROWS)
         if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
             raise self.refusal("a gradient")
         return replace(entry, upper=rows.to(entry.rows.device, copy=True))
@@ -234,10 +225,10 @@ def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) ->
     return int(numbers.min()) >= 0 and int(numbers.max()) < size
 
 
-def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
+def server_side_trainer(job: Job, site: Site) -> local_training.LocalTrainer:
     """The server's half of a cut client while it trains, as of the job's start."""
     # It draws nothing of the client's: it takes the rows that come, and counts them.
-    return LocalTrainer(replace(job, params=CutMessages(job, site).above), replace(site, secrets={}))
+    return local_training.LocalTrainer(replace(job, params=CutMessages(job, site).above), replace(site, secrets={}))
 
 
 class ServerHalf(Protocol):
@@ -334,14 +325,14 @@ class GradientHalf(ServerHalf):
 
     def measured_gradients(self) -> dict[str, Tensor]:
         """The gradients of the weights and of the head here, which have none afterwards."""
-        return pop_gradients({**(self._weights or {}), **self._params})
+        return importance.pop_gradients({**(self._weights or {}), **self._params})
 
     def close_step(self, payloads: Payloads) -> None:
         """End the step before, of which the client tells something beside its next rows."""
 
-    def dropout(self, done: int) -> Dropout:  # noqa: ARG002 - the same in every step
+    def dropout(self, done: int) -> batching.Dropout:  # noqa: ARG002 - the same in every step
         """Where the masks of this step come from."""
-        return NO_DROPOUT
+        return batching.NO_DROPOUT
 
     @abstractmethod
     def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
@@ -357,7 +348,7 @@ class TrainingHalf(GradientHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         side, self._member = CutMessages(job, site), server_side_trainer(job, site)
-        self.places = tuple(client_side_indices(site.backbone, job.params, job.options, side.cut))
+        self.places = tuple(local_training.client_side_indices(site.backbone, job.params, job.options, side.cut))
         super().__init__(side, self._member.params, steps=self._member.steps, wants=bool(self.places))
         self._is_open = False
 
@@ -366,7 +357,7 @@ class TrainingHalf(GradientHalf):
         entry, options = super().read(what, done, payloads), self._member.options
         return replace(entry, smoothing=options.label_smoothing, scale=self._member.scale.value)
 
-    def dropout(self, done: int) -> Dropout:
+    def dropout(self, done: int) -> batching.Dropout:
         """Where the masks of this step come from."""
         return self._member.dropout(done)
 
@@ -376,7 +367,7 @@ class TrainingHalf(GradientHalf):
         self._is_open = True
         if not self._member.tells_norms:
             return {}
-        return self.side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
+        return self.side.count_sent(encode_tensors({channel.NORMS: self._member.norms()}), "control")
 
     def close_step(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
@@ -384,10 +375,10 @@ class TrainingHalf(GradientHalf):
             return
         norms, self._is_open = None, False
         if self._member.tells_norms:
-            others = self.side.decode(payloads, "control").get(NORMS)
+            others = self.side.decode(payloads, "control").get(channel.NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
-            norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
+            norms = local_training.merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         self._member.step(self.side.done - 1, norms=norms)
 
     def update(self, payloads: Payloads) -> Update:  # noqa: ARG002 - the norms were the last of it
@@ -402,7 +393,7 @@ class EvaluationHalf(ServerHalf):
 
     def __init__(self, job: Job, site: Site) -> None:
         self.side = CutMessages(job, site)
-        self._params = on_device(self.side.above, site)
+        self._params = evaluation.on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
@@ -411,7 +402,7 @@ class EvaluationHalf(ServerHalf):
     def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
         """Rows of some examples, each of which comes once."""
         self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
-        entry = self.side.entry(payloads, self._params, NO_DROPOUT, wants=False)
+        entry = self.side.entry(payloads, self._params, batching.NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
         return entry
 
@@ -420,7 +411,7 @@ class EvaluationHalf(ServerHalf):
         self.side.done += 1
         if output.logits is None or entry.labels is None:
             return self.side.rows_down(output.features, "activation")
-        self._outputs.append(scored_outputs(output.logits, entry.labels, self._task))
+        self._outputs.append(evaluation.scored_outputs(output.logits, entry.labels, self._task))
         self._labels.append(entry.labels.cpu())
         return {}
 
@@ -432,5 +423,5 @@ class EvaluationHalf(ServerHalf):
             )
         job = replace(self.side.job, params=self.side.above)
         if self.side.cut.head == "server":
-            return scored_update(job, self.side.site, torch.cat(self._labels).numpy(), self._outputs, {})
+            return evaluation.scored_update(job, self.side.site, torch.cat(self._labels).numpy(), self._outputs, {})
         return Update(client=job.client, params=job.params, examples=self._examples, metrics={})

@@ -7,12 +7,8 @@ imported inside the checks, because importing them takes seconds.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from atlas_fl.config import schema
-from atlas_fl.config.conflicts import check_conflicts
-from atlas_fl.config.methods import knob_values, method_class, with_method_settings
-from atlas_fl.config.presets import check_dial
+from atlas_fl.config import conflicts, methods, presets, schema, values
 from atlas_fl.config.settings import check_range, settings, value_of
-from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
 
@@ -30,28 +26,28 @@ def validate(config: schema.Config, *, at_sites: bool = False) -> schema.Config:
         value = value_of(config, setting.name)
         try:
             # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
-            is_valid = bool(convert_value(value, setting.kind) == value or value != value)
+            is_valid = bool(values.convert_value(value, setting.kind) == value or value != value)
         except ValueError:
             is_valid = False
         if not is_valid:
-            raise wrong_kind(setting.flag, value, setting.kind)
+            raise values.wrong_kind(setting.flag, value, setting.kind)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and text.isprintable()):
-                raise invalid_value(setting.flag, text, "printable text that is not empty")
+                raise values.invalid_value(setting.flag, text, "printable text that is not empty")
     plugins = load_plugins(config.run.plugin)
     if plugins != config.run.plugin:
         config = replace(config, run=replace(config.run, plugin=plugins))
-    config = with_method_settings(config)
+    config = methods.with_method_settings(config)
     for setting in settings().values():
         check_range(setting, value_of(config, setting.name))
     if not at_sites:
-        check_dial(config)
+        presets.check_dial(config)
     _check_clients(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_names(config)
-    check_conflicts(config)
+    conflicts.check_conflicts(config)
     _check_tasks(config, at_sites=at_sites)
-    check_conflicts(config, of_halves=True)
+    conflicts.check_conflicts(config, of_halves=True)
     return config
 
 
@@ -72,17 +68,17 @@ def _check_clients(config: schema.Config, *, at_sites: bool) -> None:
 
 def check_cluster_counts(clustering: schema.ClusteringConfig, *, clients: int | None) -> None:
     """Raise ConfigError unless so many clients, or a number not known yet, can be in clusters as these settings say."""
-    clusters, number = clustering.clusters, parse_integer(clustering.clusters) or 0
+    clusters, number = clustering.clusters, values.parse_integer(clustering.clusters) or 0
     if clusters not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
         allowed = "1" if clients is None else f"1 to {clients}, the number of clients"
-        raise invalid_value("--clusters", clusters, f"auto, oracle, or a number from {allowed}")
+        raise values.invalid_value("--clusters", clusters, f"auto, oracle, or a number from {allowed}")
     if clients is not None and clustering.min_cluster_size > clients:
         allowed = f"at most {clients}, the number of clients"
-        raise invalid_value("--min-cluster-size", clustering.min_cluster_size, allowed)
+        raise values.invalid_value("--min-cluster-size", clustering.min_cluster_size, allowed)
 
 
 def _check_ranks(ranks: schema.RanksConfig) -> None:
-    rank = parse_integer(ranks.ranks)
+    rank = values.parse_integer(ranks.ranks)
     if rank is not None and rank not in ranks.candidates:
         listed = ", ".join(map(str, ranks.candidates))
         raise ConfigError(
@@ -106,7 +102,7 @@ def _registries(config: schema.Config) -> Iterator[tuple[str, str, Collection[st
     yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS]
     if config.training.trainer != schema.TrainingConfig().trainer:
         yield "name in --trainer", config.training.trainer, registered_names()["trainer"]
-    if parse_integer(config.ranks.ranks) is None:
+    if values.parse_integer(config.ranks.ranks) is None:
         yield "allocator for --ranks", config.ranks.ranks, [*ALLOCATORS, "one of --candidates"]
 
 
@@ -116,14 +112,14 @@ def _check_names(config: schema.Config) -> None:
     from atlas_fl.methods.update_filters import make_filter
     from atlas_fl.models.registry import MODELS, locate_model
 
-    method = method_class(config)
+    method = methods.method_class(config)
     if config.needs_sums and method.not_a_sum:
         flag = "--secure" if config.mixing.secure else "--dp client"
         raise ConfigError(
             f"--strategy {config.mixing.strategy} {method.not_a_sum}, and {flag} is for sums alone; take"
             f" --strategy fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave {flag} out"
         )
-    knob_values(config)
+    methods.knob_values(config)
     for place, name, known in _registries(config):
         if name not in known:
             raise unknown_name(place, name, known)

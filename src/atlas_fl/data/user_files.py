@@ -11,10 +11,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from atlas_fl.data import chat, own_clients
-from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.formats import MISSING, SEPARATORS, Missing, Reading
-from atlas_fl.data.hub import hub_folder
+from atlas_fl.data import chat, cleaning, formats, hub, own_clients
 from atlas_fl.data.own_clients import Dealing, Part
 from atlas_fl.data.tables import READERS, SPLITS, Table, find_split, left_out_note, read_folder, read_rows
 from atlas_fl.data.task import (
@@ -68,7 +65,7 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     name, place, options = split_description(description)
     if not place:
         return (_classes_task(name, options),)
-    path = hub_folder(place.removeprefix(HUB)) if place.startswith(HUB) else Path(place).expanduser()
+    path = hub.hub_folder(place.removeprefix(HUB)) if place.startswith(HUB) else Path(place).expanduser()
     sources = own_clients.find_sources(path, Dealing(client=options.get("client")), name=name)
     if any(map(_class_folders, sources.values())):
         return (folder_task(name, path, options, sources),)
@@ -200,7 +197,7 @@ class Columns:
     truncate: Truncation | None = None
     sep: str | None = None
     encoding: str | None = None
-    missing: Missing = "error"
+    missing: formats.Missing = "error"
     rows: str | None = None
     """Most rows that are drawn of each split."""
     labels: tuple[str, ...] = ()
@@ -226,7 +223,7 @@ class Columns:
         if isinstance(value, list | tuple):
             return tuple(dict.fromkeys(map(_word, value)))
         cell = "" if value is None or value != value else _word(value)
-        parts = cell.split(SEPARATORS.get(self.multi, self.multi))
+        parts = cell.split(formats.SEPARATORS.get(self.multi, self.multi))
         return tuple(dict.fromkeys(word for part in parts if (word := _word(part))))
 
     @property
@@ -235,7 +232,7 @@ class Columns:
         return {} if self.chat is None else chat.columns_of(self.chat)
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> formats.Reading:
         """The columns that are read, and how."""
         kinds = dict.fromkeys((self.text, self.target or self.pair or self.text), "text")
         hint = f"; name the one to write {self.target!r} after with text=, or say text={self.target} for no prompt"
@@ -247,9 +244,9 @@ class Columns:
         elif self.target is None:
             kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
-        return Reading(
+        return formats.Reading(
             columns=(*kinds.items(), *self.dealing.kinds),
-            sep=SEPARATORS.get(self.sep or "", self.sep),
+            sep=formats.SEPARATORS.get(self.sep or "", self.sep),
             encoding=self.encoding,
             missing=self.missing,
             rows=None if self.rows is None else int(self.rows),
@@ -263,7 +260,7 @@ _OPTIONS = (
     *own_clients.OPTIONS,
 )
 _NOT_OF_CHATS = {"text", "pair", "label", "labels", "metric", "multi", "target"}
-_CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": MISSING}
+_CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": formats.MISSING}
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> Columns:
@@ -330,8 +327,8 @@ def _check_reading(name: str, columns: Columns) -> None:
             f" as in {name}=..,task={task}:WORD,labels=..|.."
         )
     for option, sep in (("sep", columns.sep), ("multi", columns.multi)):
-        if sep is not None and len(sep) > 1 and sep not in SEPARATORS:
-            known = ", ".join(SEPARATORS)
+        if sep is not None and len(sep) > 1 and sep not in formats.SEPARATORS:
+            known = ", ".join(formats.SEPARATORS)
             raise ConfigError(
                 f"{option}={sep} of task {name!r} is no separator; give one character, or a word of {known}"
             )
@@ -447,7 +444,7 @@ def _arrange_task(
         # a class that labels= declares may be at other sites
         held_out = () if columns.labels or columns.multi else names
         labelled = not columns.writes and not columns.labels
-        data = arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
+        data = cleaning.arrange(dealt[""], name=name, labelled=labelled, label_names=held_out)
     return data, names
 
 
@@ -564,7 +561,7 @@ def _read_images(
         dealt.setdefault(client, {})[split] = images
     if dealing.client is not None:
         return own_clients.arrange_clients(dealt, dealing, name=name, validation_share=validation_share)
-    return arrange(
+    return cleaning.arrange(
         dealt[""], name=name, labelled=bool(held_out), label_names=held_out, validation_share=validation_share
     )
 

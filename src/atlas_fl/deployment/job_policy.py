@@ -29,9 +29,7 @@ from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
-from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, check_tensors
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
-from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
+from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
     cut_of,
     fingerprint_options,
@@ -167,7 +165,7 @@ class JobPolicy:
     config: Config
     """The settings as the server sent them: its own name for the model says the learning rate."""
     client: str
-    metadata: ClientMetadata
+    metadata: client_metadata.ClientMetadata
     """The site's own, as it registers with it."""
     device: str
     outline: Outline
@@ -188,7 +186,7 @@ class JobPolicy:
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
-        action, job, cut_info = read_job(head, {}, client=self.client)
+        action, job, cut_info = messages.read_job(head, {}, client=self.client)
         cut = job.cut
         if cut is not None:
             self._check_way(cut)
@@ -205,7 +203,7 @@ class JobPolicy:
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
-        private = read_private(head)
+        private = messages.read_private(head)
         for rank in () if private is None else private.ranks:
             if not 1 <= rank <= self._most_rank:  # it costs memory here
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
@@ -235,7 +233,7 @@ class JobPolicy:
             for kind, tensors in job.sent.items():
                 if tensors.keys() != allowed[kind].keys():
                     raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
-                check_tensors(tensors, allowed[kind])
+                answer_schema.check_tensors(tensors, allowed[kind])
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Raise `ProtocolError` where an answer holds more than this action brings back.
@@ -243,13 +241,13 @@ class JobPolicy:
         The last check before sending: whatever a job was, nothing that is not shared goes out.
         """
         shared = job.params if self.outline.whole else shared_params(job.params, self.config.mixing.share)
-        request = AnsweredRequest(
+        request = answer_schema.AnsweredRequest(
             action=action,
             job=replace(job, params=shared),
             metadata=self.metadata,
             num_layers=None if self.outline.whole else self.outline.blocks,
         )
-        expected = SCHEMAS[action](request)
+        expected = answer_schema.SCHEMAS[action](request)
         names: Iterable[str] = () if expected.keeps_model else shared
         if expected.tensors is not None:
             names = expected.tensors
@@ -257,7 +255,7 @@ class JobPolicy:
         report = job.options.report if action == "train" else "none"
         if report != "none":
             schemas = reporting(report).report_tensors(shared, classes=self.metadata.num_labels)
-            allowed |= {f"{REPORT}{report}/{name}" for name in schemas}
+            allowed |= {f"{messages.REPORT}{report}/{name}" for name in schemas}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
@@ -301,7 +299,7 @@ class JobPolicy:
             raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
         _check_same("a cut", cut, cut_of(self.config, cut.blocks))
 
-    def _check_cut_info(self, action: str, job: Job, cut_info: CutInfo, cut: Cut) -> None:
+    def _check_cut_info(self, action: str, job: Job, cut_info: messages.CutInfo, cut: Cut) -> None:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
             raise _refusal(f"messages of {cut_info.tokens} tokens", f"1 to {MOST_TOKENS}")
         options: TrainOptions | None = job.options if action == "train" else None
@@ -340,7 +338,7 @@ class JobPolicy:
                 shape = (rank, shape[1]) if name.endswith(LORA_A) else (shape[0], rank)
             schemas[name] = ReportTensor(shape=shape, dtype=like.dtype, least=-MOST_VALUE, most=MOST_VALUE)
         try:
-            check_tensors(params, schemas)
+            answer_schema.check_tensors(params, schemas)
         except ProtocolError as error:
             raise ProtocolError(
                 f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"

@@ -41,25 +41,24 @@ from atlas_fl.runtime.transport.sessions import Sessions, Tokens
 from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, trainable_of, trained_body
 from atlas_fl.setup.options import strategy_of, warmup_rank
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.storage.jsonl import read_sealed, write_sealed
+from atlas_fl.storage import jsonl, tensors
 from atlas_fl.storage.run_folder import RunFolder
-from atlas_fl.storage.tensors import encoded_size
 
 
 def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
     """Write the metadata and devices of these clients beside those of others."""
-    sites = read_sealed(folder.sites) if folder.sites.exists() else {}
+    sites = jsonl.read_sealed(folder.sites) if folder.sites.exists() else {}
     reported = {
         proxy.name: {"census": asdict(proxy.metadata), "device": asdict(proxy.device)}
         for proxy in proxies
         if proxy.metadata is not None and proxy.device is not None
     }
-    write_sealed(folder.sites, {**sites, **reported})
+    jsonl.write_sealed(folder.sites, {**sites, **reported})
 
 
 def read_sites(folder: RunFolder) -> dict[str, tuple[ClientMetadata, Device]]:
     """The metadata and devices of the clients that this run has had."""
-    sites = read_sealed(folder.sites) if folder.sites.exists() else {}
+    sites = jsonl.read_sealed(folder.sites) if folder.sites.exists() else {}
     return {name: (read_metadata(site["census"]), Device(**site["device"])) for name, site in sites.items()}
 
 
@@ -171,7 +170,7 @@ def request_limit(config: Config, model: nn.Module, *, body: Params | None = Non
     """
     models = 1 + strategy_of(config).models_in_report
     if body is not None:
-        return REST_BYTES + 2 * encoded_size(body) * models
+        return REST_BYTES + 2 * tensors.encoded_size(body) * models
     ranks = [*config.ranks.candidates, warmup_rank(config)]
     ranks += [int(config.ranks.ranks)] if config.ranks.ranks.isdecimal() else []
     widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)

@@ -26,8 +26,7 @@ from atlas_fl.experiment.export import load_models
 from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
 from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
-from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import drop_undefined, encode_json, read_json, read_rows
+from atlas_fl.storage import folder_access, jsonl
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Kind: TypeAlias = Literal["base", "alone", "federated"]
@@ -120,7 +119,7 @@ def evaluate_run(
                 scores[kind] |= rouge(prompts.references, written[kind])
             if (choice := offered[name]) is not None:
                 scores[kind] |= score_choices(choice, params, client=name, site=site)
-        found.scores[name] = {kind: drop_undefined(values) for kind, values in scores.items()}
+        found.scores[name] = {kind: jsonl.drop_undefined(values) for kind, values in scores.items()}
         found.answers.extend(_side_by_side(assembly, name, written, split=split))
     _write_evaluation(folder, found)
     return found
@@ -160,9 +159,9 @@ def _is_comparable(answer: Answer) -> bool:
 
 def _write_evaluation(folder: RunFolder, found: Evaluation) -> None:
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found.answers)
-    write_atomic(folder.answers, "".join(lines).encode())
+    folder_access.write_atomic(folder.answers, "".join(lines).encode())
     content = {"split": found.split, "clients": found.scores, "notes": found.notes}
-    write_atomic(folder.evaluation, encode_json(content))
+    folder_access.write_atomic(folder.evaluation, jsonl.encode_json(content))
 
 
 def read_evaluation(folder: RunFolder) -> Evaluation | None:
@@ -173,9 +172,9 @@ def read_evaluation(folder: RunFolder) -> Evaluation | None:
     """
     if not folder.evaluation.is_file():
         return None
-    content = read_json(folder.evaluation, within=folder.path)
+    content = jsonl.read_json(folder.evaluation, within=folder.path)
     try:
-        answers = [Answer(**row) for row in read_rows(folder.answers)]
+        answers = [Answer(**row) for row in jsonl.read_rows(folder.answers)]
         return Evaluation(
             split=content["split"], scores=content["clients"], answers=answers, notes=content.get("notes", [])
         )

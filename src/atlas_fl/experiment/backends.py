@@ -23,13 +23,11 @@ from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.backbone import buffer_entries, tensor_views, write_weights
 from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
+from atlas_fl.runtime import processes, reuse, worker_pool
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.ray import ray_cluster
-from atlas_fl.runtime.reuse import REUSED_RESULTS, ReusingEngine
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerLoop, init_workers
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 from atlas_fl.storage.files import secret_digest
 
@@ -49,8 +47,8 @@ worker_main(*map(int, sys.argv[1:]))
 def in_process_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
     assembly = assemble(config)
-    assembly = replace(assembly, site=REUSED_RESULTS.with_prefix_cache(assembly.site))
-    yield assembly, ReusingEngine(engine=local_engine(assembly, on_event), site=assembly.site)
+    assembly = replace(assembly, site=reuse.REUSED_RESULTS.with_prefix_cache(assembly.site))
+    yield assembly, reuse.ReusingEngine(engine=local_engine(assembly, on_event), site=assembly.site)
 
 
 @contextmanager
@@ -58,12 +56,12 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
     """Packs in `--workers` processes of this machine, which end with the context."""
     count = config.run.workers or 1
     with ExitStack() as stack:
-        memory = stack.enter_context(closing(SharedMemory()))
+        memory = stack.enter_context(closing(processes.SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
-        workers = stack.enter_context(worker_processes(count, program=PROGRAM, files=(memory.file,)))
+        workers = stack.enter_context(processes.worker_processes(count, program=PROGRAM, files=(memory.file,)))
         assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.allocate)
         threads_per_worker = _num_threads(torch.get_num_threads() // count)
-        init_workers(
+        worker_pool.init_workers(
             workers,
             worker_init_messages(assembly, entries, devices=_worker_devices(config, count), threads=threads_per_worker),
             threads,
@@ -83,7 +81,7 @@ def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, E
         workers = stack.enter_context(cluster.actors(share, init_worker))
         # an actor sees no GPU but its own
         devices = ["cuda" if cuda else "cpu"] * share.count
-        init_workers(
+        worker_pool.init_workers(
             workers, worker_init_messages(assembly, entries, devices=devices, threads=_num_threads(share.cpus)), threads
         )
         on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
@@ -101,10 +99,10 @@ BACKENDS: Mapping[str, Backend] = {"local": local_backend, "ray": ray_backend}
 
 
 def pool_engine(
-    assembly: Assembly, workers: Sequence[Worker], threads: ThreadPoolExecutor, on_event: OnEvent
-) -> PoolEngine:
+    assembly: Assembly, workers: Sequence[worker_pool.Worker], threads: ThreadPoolExecutor, on_event: OnEvent
+) -> worker_pool.PoolEngine:
     """The engine of workers that are initialised."""
-    return PoolEngine(
+    return worker_pool.PoolEngine(
         site=assembly.site,
         new_sender=worker_sender(assembly),
         workers=workers,
@@ -161,7 +159,7 @@ def init_worker(head: Head, memory: Any) -> tuple[Site, Receiver]:
 
 def worker_main(link: int, memory: int) -> None:
     """A worker process, from its first frame to its last."""
-    run_worker_loop(link, WorkerLoop(init_worker, lambda: mmap.mmap(memory, 0)).ask)
+    processes.run_worker_loop(link, worker_pool.WorkerLoop(init_worker, lambda: mmap.mmap(memory, 0)).ask)
 
 
 def _data_digest(assembly: Assembly) -> str:

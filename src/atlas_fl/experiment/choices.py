@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atlas_fl.client.batching import greedy_packs
-from atlas_fl.client.evaluation import OUTCOMES, evaluate, in_order
+from atlas_fl.client import batching, evaluation, options
 from atlas_fl.client.job import ClientTokens, Job, Site
-from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config.schema import DataConfig
 from atlas_fl.data.chat import choices_of, last_answer
 from atlas_fl.data.clients import ClientData
@@ -105,14 +103,14 @@ def log_likelihoods(choices: Choices, params: Params, *, client: str, site: Site
     indices = np.split(np.arange(stops[-1]), stops[:-1])
     tokens = choices.encoded.lengths
     found = []
-    for pack in greedy_packs([(own, float(tokens[own].sum())) for own in indices], site.max_tokens):
+    for pack in batching.greedy_packs([(own, float(tokens[own].sum())) for own in indices], site.max_tokens):
         part = choices.encoded.take(np.concatenate(pack))
         data = {client: ClientTokens(task=site.data[client].task, splits={"test": part})}
-        job = Job(client=client, params=params, round=0, options=EvaluateOptions(split="test", outcomes=True))
-        (update,) = evaluate([job], replace(site, data=data))
-        outcomes = update.reported[OUTCOMES]
+        job = Job(client=client, params=params, round=0, options=options.EvaluateOptions(split="test", outcomes=True))
+        (update,) = evaluation.evaluate([job], replace(site, data=data))
+        outcomes = update.reported[evaluation.OUTCOMES]
         losses = np.split(outcomes["outputs"].numpy()[:, 0], np.cumsum(outcomes["rows"].numpy())[:-1])
         sums = np.empty(len(part))
-        sums[in_order(part.lengths)] = [-own.sum(dtype=np.float64) for own in losses]
+        sums[batching.in_order(part.lengths)] = [-own.sum(dtype=np.float64) for own in losses]
         found.extend(np.split(sums, np.cumsum([len(own) for own in pack])[:-1]))
     return found

@@ -31,24 +31,18 @@ from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
+from atlas_fl.models import gated_adapter, gguf_adapter, loading, peft_io, registry
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.files import is_local
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
-from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
-from atlas_fl.models.gguf_adapter import export_gguf_adapter
-from atlas_fl.models.loading import find_family, load_backbone, read_config, save_classifier
-from atlas_fl.models.peft_io import export_adapter, export_merged
-from atlas_fl.models.registry import Family
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
 from atlas_fl.setup.options import scale_of, strategy_of
-from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import read_checked
+from atlas_fl.storage import checkpoint, digests, folder_access
 from atlas_fl.storage.files import atomic_folder
-from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 CARD = "README.md"
@@ -132,13 +126,13 @@ def export_client(
             f"what {name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
             " `atlas join` has written the whole model"
         )
-    source, family = find_family(config.model.model, writes=not head_keys(params))
+    source, family = loading.find_family(config.model.model, writes=not head_keys(params))
     backbone = None
     if not any(client.ranks for client in plan.clients):
         # a whole image model is recognised by the name of its head
         is_vision = HEAD + "weight" in params
         model, image_size = config.model.model, config.images.image_size
-        backbone = as_whole(load_vision(model, image_size=image_size)) if is_vision else load_backbone(model)
+        backbone = as_whole(load_vision(model, image_size=image_size)) if is_vision else loading.load_backbone(model)
     statistics = next(row for row in plan.data if row["client"] == name)
     lines = export_model(
         params,
@@ -191,7 +185,7 @@ def _origin(
 ) -> dict[str, Any]:
     """Facts of a run for the card of a client's model; scores where the summary has those of this round."""
     client, scores = statistics["client"], {}
-    summary = read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
+    summary = digests.read_checked(folder, folder.summary, "clients") if folder.summary.is_file() else {"clients": {}}
     test = summary["clients"].get(client, {}).get("final", {}).get("test", {})
     if test.get("round") == round:
         scores[f"test {statistics['metric']}"] = test["primary"]
@@ -243,7 +237,7 @@ def export_model(
     params: Params,
     to: Path,
     *,
-    family: Family,
+    family: registry.Family,
     base: str,
     config: Config,
     statistics: Mapping[str, Any],
@@ -271,12 +265,12 @@ def export_model(
         folded = fold_prior(params, prior, family=family)
         missing = prior.tolist() if folded is None else None
         params = folded or params
-    gated, writes = is_gated(params), not head_keys(params)
+    gated, writes = gated_adapter.is_gated(params), not head_keys(params)
     kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
     _check_form(form, kind, writes=writes and not family.seq2seq)
     if form != "adapter":
         kind = "whole model" if form == "merged" else "GGUF adapter"
-    stock = read_config(config.model.model, base)
+    stock = loading.read_config(config.model.model, base)
     auto = auto_class(stock, writes=writes)
     card = _card().render(
         kind=kind,
@@ -296,19 +290,19 @@ def export_model(
     options: dict[str, Any] = {"family": family, "base": base, "scale": scale_of(config), "labels": labels}
     with atomic_folder(to, within=within) as draft:
         if form == "gguf":
-            export_gguf_adapter(params, draft, family=family, config=stock, scale=scale_of(config))
+            gguf_adapter.export_gguf_adapter(params, draft, family=family, config=stock, scale=scale_of(config))
         elif form == "merged":
             with TemporaryDirectory() as scratch:
-                export_adapter(params, Path(scratch, "adapter"), **options)
-                export_merged(Path(scratch, "adapter"), draft, base=base, auto=auto, multilabel=multilabel)
+                peft_io.export_adapter(params, Path(scratch, "adapter"), **options)
+                peft_io.export_merged(Path(scratch, "adapter"), draft, base=base, auto=auto, multilabel=multilabel)
         elif backbone is None:
-            write = export_gated_adapter if gated else export_adapter
+            write = gated_adapter.export_gated_adapter if gated else peft_io.export_adapter
             write(params, draft, **options)
         elif backbone.vision is not None:
             save_vision(backbone.vision, params, draft, labels=labels)
         else:
-            save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
-        write_atomic(draft / CARD, card.encode())
+            loading.save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
+        folder_access.write_atomic(draft / CARD, card.encode())
     lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
     if missing is not None:
         lines += (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)

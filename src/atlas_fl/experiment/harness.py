@@ -15,8 +15,7 @@ from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.models.loading import find_family
 from atlas_fl.params import head_keys
 from atlas_fl.setup.assembly import pick_device, recorded_config
-from atlas_fl.storage.extras import import_extra
-from atlas_fl.storage.jsonl import drop_undefined, read_json, write_json
+from atlas_fl.storage import extras, jsonl
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 BATCH = 8
@@ -48,7 +47,7 @@ def harness_run(
         ConfigError: the harness is not installed, a task or client is unknown, or a task's data cannot be read.
         CheckpointError: a client's model is no PEFT adapter that writes text.
     """
-    import_extra("lm_eval", extra="lm-eval", asked="--harness needs")
+    extras.import_extra("lm_eval", extra="lm-eval", asked="--harness needs")
     from lm_eval import simple_evaluate  # ten seconds
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -83,17 +82,17 @@ def harness_run(
             scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
             found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
     content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
-    write_json(folder.harness, content, within=folder.path)
+    jsonl.write_json(folder.harness, content, within=folder.path)
     return found
 
 
 def read_harness(folder: RunFolder) -> Scores:
     """The scores that `harness_run` wrote into a run's folder; none where it did not."""
-    found: Scores = read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
+    found: Scores = jsonl.read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
     return found
 
 
 def _metrics(results: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a task, without the name of the filter where it is none."""
     numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
-    return {name.removesuffix(",none"): float(value) for name, value in drop_undefined(numbers).items()}
+    return {name.removesuffix(",none"): float(value) for name, value in jsonl.drop_undefined(numbers).items()}

@@ -18,12 +18,8 @@ from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.state import FederationState, JoinResult
 from atlas_fl.params import HEAD, ByClient, Params
-from atlas_fl.planning.host_assignment import assign_hosts
-from atlas_fl.planning.masks import fit_heads, full_client_plans, mask_messages, should_fit_heads
+from atlas_fl.planning import host_assignment, masks, planner, ranks_and_cuts, task_discovery
 from atlas_fl.planning.plan import ClientPlan, PlanResult
-from atlas_fl.planning.planner import initial_models
-from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, newcomer_importance
-from atlas_fl.planning.task_discovery import TaskDiscovery, discover_newcomer, make_client_graph, validation_scores
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, strategy_of
@@ -105,16 +101,16 @@ def _plan_newcomer(
             " run of your own"
         )
     extended, number = with_newcomer(assembly, newcomer), state.round + 1
-    cuts = cuts_for_planning(extended)
-    discovery = discover_newcomer(extended, planned, engine, number=number, cuts=cuts)
+    cuts = ranks_and_cuts.cuts_for_planning(extended)
+    discovery = task_discovery.discover_newcomer(extended, planned, engine, number=number, cuts=cuts)
     performance = None
     if discovery.clustering is not None and assembly.config.mixing.graph == "adaptive":
         # the others by their last scores
-        (own_score,) = validation_scores(extended.only_last(), engine, discovery.warmed_models, cuts)
+        (own_score,) = task_discovery.validation_scores(extended.only_last(), engine, discovery.warmed_models, cuts)
         scores = state.validation_scores
         mean_score = float(np.mean(list(scores.values()))) if scores else own_score
         performance = np.array([*(scores.get(name, mean_score) for name in extended.names[:-1]), own_score])
-    graph = make_client_graph(extended, engine, discovery, performance=performance).adjacency
+    graph = task_discovery.make_client_graph(extended, engine, discovery, performance=performance).adjacency
     edges: np.ndarray = (graph[[-1]] + np.zeros((1, len(extended.names))))[0, :-1]  # an array of a sparse one, too
     messages: Sequence[LedgerRow] = ()
     if assembly.is_full:
@@ -122,19 +118,19 @@ def _plan_newcomer(
         importance = np.zeros((len(extended.clients), 0))
     else:
         cluster = UNDECIDED if discovery.clustering is None else discovery.labels[-1]
-        own = newcomer_importance(
+        own = ranks_and_cuts.newcomer_importance(
             extended.only_last(), planned.plan, cluster, engine, discovery.warmed_models, cuts=cuts
         )
         importance = np.concatenate([planned.plan.importance, own])
-        client = fit_clients(extended, discovery.labels, importance)[0][-1]
-        (warmed_model,) = initial_models(extended.only_last(), discovery.warmed_models, [client.ranks]).values()
+        client = ranks_and_cuts.fit_clients(extended, discovery.labels, importance)[0][-1]
+        (warmed_model,) = planner.initial_models(extended.only_last(), discovery.warmed_models, [client.ranks]).values()
         model = without_private(extended, warmed_model, cut_of(extended.config, client.cut))
     where = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
     if neighbours := [name for name, weight in zip(extended.names, edges) if weight > 0]:
         where += f", beside {', '.join(neighbours)}"
     plan = replace(
         planned.plan,
-        clients=assign_hosts(extended, (*planned.plan.clients, client)),
+        clients=host_assignment.assign_hosts(extended, (*planned.plan.clients, client)),
         adjacency=grow(planned.plan.adjacency, np.append(edges, 0.0)),
         importance=importance,
         clustering=discovery.report,
@@ -152,7 +148,7 @@ def _plan_newcomer(
 
 
 def _plan_whole_model(
-    assembly: Assembly, extended: Assembly, planned: PlanResult, engine: Engine, discovery: TaskDiscovery
+    assembly: Assembly, extended: Assembly, planned: PlanResult, engine: Engine, discovery: task_discovery.TaskDiscovery
 ) -> tuple[ClientPlan, Params, list[LedgerRow]]:
     """(plan, initial model, messages) of a newcomer; its head is fitted where no other client's is to be had."""
     newcomer = extended.only_last()
@@ -161,10 +157,10 @@ def _plan_whole_model(
     has_peers = any(other.task.name == client.task.name for other in assembly.clients)
     mixing = assembly.config.mixing
     inherits_head = has_peers and strategy_of(assembly.config).communicates and "head" in mixing.share
-    if should_fit_heads(assembly) and not inherits_head:
-        models, messages = fit_heads(newcomer, engine, models)
+    if masks.should_fit_heads(assembly) and not inherits_head:
+        models, messages = masks.fit_heads(newcomer, engine, models)
     if planned.mask is not None:
         body = {key: values for key, values in planned.mask.items() if not key.startswith(HEAD)}
-        messages += mask_messages(newcomer, body)
-    (client_plan,) = full_client_plans(newcomer, models, planned.mask, discovery.labels[-1:])
+        messages += masks.mask_messages(newcomer, body)
+    (client_plan,) = masks.full_client_plans(newcomer, models, planned.mask, discovery.labels[-1:])
     return client_plan, models[client.name], messages

@@ -38,10 +38,8 @@ from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
-from atlas_fl.storage import checkpoint, digests
+from atlas_fl.storage import checkpoint, digests, folder_access, jsonl, tensors
 from atlas_fl.storage.files import run_lock
-from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import (
     RunFolder,
     check_folder_is_free,
@@ -50,7 +48,6 @@ from atlas_fl.storage.run_folder import (
     remove_leftovers,
     run_log,
 )
-from atlas_fl.storage.tensors import encoded_size, read_sketches, read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +95,7 @@ def run_config(
                 )
             check_same_settings(config, folder)
             return _continue_run(config, folder, on_event, backend)
-        write_atomic(folder.config, to_toml(config).encode())
+        folder_access.write_atomic(folder.config, to_toml(config).encode())
         try:
             return _continue_run(config, folder, on_event, backend)
         except AtlasError:
@@ -214,7 +211,7 @@ def _train_alone(
     with run_lock(folder.path):
         remove_leftovers(folder.path)
         if not folder.config.exists():
-            write_atomic(folder.config, to_toml(config).encode())
+            folder_access.write_atomic(folder.config, to_toml(config).encode())
         alone = _new_recorder(reference, folder, recorder.provenance["model"])
         reference, planned, state = _run_to_end(reference, engine, alone, tell)
         if not folder.summary.exists():
@@ -303,9 +300,9 @@ def _restore_checkpoint(
     planned = PlanResult(
         plan=plan,
         initial_models=state.client_models,
-        sketches=read_sketches(folder.sketches_of(recorder.plan_file)),
+        sketches=tensors.read_sketches(folder.sketches_of(recorder.plan_file)),
         clustering=Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None,
-        mask=read_tensors(folder.mask) if plan.sparse else None,
+        mask=tensors.read_tensors(folder.mask) if plan.sparse else None,
     )
     return assembly, planned, state
 
@@ -322,13 +319,13 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
             "seed": config.run.seed,
             "config_hash": config_hash(config),
         },
-        metrics=read_rows(folder.metrics),
-        ledger=read_rows(folder.ledger),
-        plan=read_json(folder.path / recorder.plan_file),
+        metrics=jsonl.read_rows(folder.metrics),
+        ledger=jsonl.read_rows(folder.ledger),
+        plan=jsonl.read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.phase_seconds,
         round_seconds=recorder.round_seconds,
         memory=recorder.peak_memory(),
-        full_model_bytes=encoded_size(plain_tensors(assembly.site.backbone.frozen)),
+        full_model_bytes=tensors.encoded_size(plain_tensors(assembly.site.backbone.frozen)),
         attackers=configured_attackers(config, assembly.names),
     )
 

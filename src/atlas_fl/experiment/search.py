@@ -22,9 +22,7 @@ from atlas_fl.events import OnEvent, ignore
 from atlas_fl.experiment.summary import LOWEST, best_rounds, histories, mean_series
 from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
-from atlas_fl.storage.extras import import_extra
-from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import read_rows, to_json
+from atlas_fl.storage import extras, folder_access, jsonl
 from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ def _parse_end(setting: Setting, text: str) -> Any:
 
 
 def _optuna() -> Any:
-    optuna = import_extra("optuna", extra="search", asked="atlas search needs")
+    optuna = extras.import_extra("optuna", extra="search", asked="atlas search needs")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -138,7 +136,7 @@ def run_search(
         changes = {name: format_value(value) for name, value in proposed.params.items()}
         points += grid(base, over={name: (value,) for name, value in changes.items()}, seeds=(base.run.seed,))
         (run,) = run_all(points[-1:], on_run=announce, on_event=on_event)
-        scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+        scores = mean_series(list(histories(jsonl.read_rows(RunFolder(run).metrics)).values()), "validation")
         best_round = next(iter(best_rounds(scores, 1)), None)
         score = LOWEST if best_round is None else scores[best_round]
         study.tell(proposed, score)
@@ -146,7 +144,7 @@ def run_search(
         finished.append({"trial": number, **changes, **outcome})
     # a digest of all that is searched is in the name, so that no two searches share a file
     searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
-    digest = sha256(to_json(searched).encode()).hexdigest()[:8]
+    digest = sha256(jsonl.to_json(searched).encode()).hexdigest()[:8]
     stem = base.run.name or f"search-{federation_name(base)}"
     result = SearchResult(settings=Path(base.run.runs_dir) / f"{stem}-{digest}.toml", trials=finished)
     if result.best["best_round"] is None:
@@ -155,5 +153,5 @@ def run_search(
         )
     best = points[result.best["trial"]].config
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
-    write_atomic(result.settings, to_toml(named).encode())
+    folder_access.write_atomic(result.settings, to_toml(named).encode())
     return result

@@ -41,9 +41,7 @@ from atlas_fl.planning.host_assignment import HostAssignment
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import parts_of_config
-from atlas_fl.sparse.codec import values_size
-from atlas_fl.sparse.compression import compress
-from atlas_fl.sparse.masks import Mask, num_kept
+from atlas_fl.sparse import codec, compression, masks
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import drop_undefined, to_json
@@ -171,7 +169,7 @@ class RoundRecord:
     """Which clients computed the server halves of which others, where the server did not."""
     client_side_names: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By client with a cut, the names of its client-side tensors; the others never leave the server."""
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     """The mask of trainable weights; every client has it, so that only their values are sent."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
@@ -288,7 +286,7 @@ class RoundRecord:
         for name, update in self.received.updates.items():
             if self.aggregated or update.travelled:
                 trained = {key: tensor for key, tensor in update.params.items() if key not in self.unsent_up}
-                trained = compress(trained, self.before.client_models[name]) if self.compressed else trained
+                trained = compression.compress(trained, self.before.client_models[name]) if self.compressed else trained
                 yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
         for name in self._receivers() if self.aggregated else ():
@@ -344,8 +342,8 @@ class RoundRecord:
         """Bytes of these tensors as a message; under a mask only the trainable values are sent."""
         if self.mask is None or not part:
             return encoded_size(part) if part else 0
-        num_values = num_kept({key: self.mask[key] for key in part})
-        return values_size(num_values) if num_values else 0
+        num_values = masks.num_kept({key: self.mask[key] for key in part})
+        return codec.values_size(num_values) if num_values else 0
 
 
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:

@@ -9,17 +9,7 @@ from typing import Any
 from atlas_fl.cli.display import show, show_progress
 from atlas_fl.deployment.consent import SiteChoices, choices_of
 from atlas_fl.errors import AtlasError
-from atlas_fl.flower.messages import (
-    RECORD,
-    ClientApp,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    RecordDict,
-    node_of,
-    write_certs,
-)
+from atlas_fl.flower import messages
 
 FAILED = 2
 """Flower's code for an error of a ClientApp."""
@@ -27,23 +17,23 @@ FAILED = 2
 Reply = Mapping[str, Any]
 
 
-def who(_: Message, context: Context) -> Reply:
+def who(_: messages.Message, context: messages.Context) -> Reply:
     """This node's name in the federation, once its settings have been read."""
-    return {"name": node_of(context.node_config, node_id=context.node_id).name}
+    return {"name": messages.node_of(context.node_config, node_id=context.node_id).name}
 
 
-def work(message: Message, context: Context) -> Reply:
+def work(message: messages.Message, context: messages.Context) -> Reply:
     """The result of this node at the end of the run."""
     from atlas_fl.config import load_config, pinned_hash  # a question needs no torch
     from atlas_fl.deployment.site import SiteOptions, join_federation
 
-    node = node_of(context.node_config, node_id=context.node_id)
+    node = messages.node_of(context.node_config, node_id=context.node_id)
     pinned = None if node.config is None else pinned_hash(load_config(node.config))
     to = Path(node.to or f"{node.name}-adapter") / str(context.run_id)  # a folder for each run
-    invitation = message.content[RECORD]
+    invitation = message.content[messages.RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
-        write_certs(invitation, Path(folder))
+        messages.write_certs(invitation, Path(folder))
         joined = join_federation(
             SiteOptions(
                 **{**choices_of(SiteChoices, node), "to": str(to)},
@@ -62,19 +52,24 @@ def work(message: Message, context: Context) -> Reply:
     }
 
 
-def answering(handler: Callable[[Message, Context], Reply]) -> Callable[[Message, Context], Message]:
+def answering(
+    handler: Callable[[messages.Message, messages.Context], Reply],
+) -> Callable[[messages.Message, messages.Context], messages.Message]:
     """The handler as Flower calls it: what a user can mend goes back as an error of one line."""
 
-    def answer(message: Message, context: Context) -> Message:
+    def answer(message: messages.Message, context: messages.Context) -> messages.Message:
         try:
-            return Message(RecordDict({RECORD: ConfigRecord(dict(handler(message, context)))}), reply_to=message)
+            return messages.Message(
+                messages.RecordDict({messages.RECORD: messages.ConfigRecord(dict(handler(message, context)))}),
+                reply_to=message,
+            )
         except AtlasError as error:
             show([f"atlas: {error}"])
-            return Message(Error(code=FAILED, reason=str(error)), reply_to=message)
+            return messages.Message(messages.Error(code=FAILED, reason=str(error)), reply_to=message)
 
     return answer
 
 
-app = ClientApp()
+app = messages.ClientApp()
 app.query()(answering(who))
 app.train()(answering(work))

@@ -94,10 +94,6 @@ class FedAvgByRankOne(WithFrozenPart):
         }
         return self._take(whole, {module: places for module, places in others.items() if len(places)})
 
-    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
-        """All of it: in every round other modules are frozen."""
-        return self.frozen_part(server_state, client)
-
     def _take(self, whole: Params, places: Params) -> dict[str, Tensor]:
         """These modules of the whole as an adapter of their number."""
         taken: dict[str, Tensor] = {}

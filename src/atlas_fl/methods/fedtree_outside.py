@@ -17,22 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_fl import params
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
-from atlas_fl.params import (
-    LORA_A,
-    LORA_B,
-    LORA_GATE,
-    Params,
-    ServerState,
-    TreesByClient,
-    lora_modules,
-    params_by_client,
-)
 from atlas_fl.ranges import Range
 
 OUTSIDE = "outside"
@@ -53,19 +44,17 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
     differs = ""
     equal_ranks = True
 
-    def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
+    def frozen_part(self, server_state: params.ServerState, client: str = "") -> params.Params:
         """The adapter of everybody outside."""
-        return params_by_client(server_state, OUTSIDE).get(client, {})
+        return params.params_by_client(server_state, OUTSIDE).get(client, {})
 
-    def newest_part(self, server_state: ServerState, client: str = "") -> Params:
-        """All of it."""
-        return self.frozen_part(server_state, client)
-
-    def keep(self, round: RoundStart) -> TreesByClient:
+    def keep(self, round: RoundStart) -> params.TreesByClient:
         """Lambda by client and layer, of those where there is something outside."""
         known, gate = round.of("gate"), dict[str, Mapping[str, Tensor]]()
         for name in round.client_models:
-            names = [module + LORA_GATE for module in lora_modules(self.frozen_part(round.server_state, name))]
+            names = [
+                module + params.LORA_GATE for module in params.lora_modules(self.frozen_part(round.server_state, name))
+            ]
             gate[name] = {key: known.get(name, {}).get(key, torch.tensor(self.tree_weight)) for key in names}
         return {"gate": gate}
 
@@ -89,7 +78,7 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
             name: {
                 key: one
                 for key, one in mixed[name].items()
-                if key.endswith((LORA_A, LORA_B)) and matrices(key)[k, k] == 0
+                if key.endswith((params.LORA_A, params.LORA_B)) and matrices(key)[k, k] == 0
             }
             for k, name in enumerate(federation.clients)
         }

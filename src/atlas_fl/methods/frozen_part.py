@@ -118,10 +118,9 @@ class WithFrozenPart(Averaging):
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
-        del client
         return tensors(subtree(server_state, RESIDUAL))
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:
-        """The same of what the newest round has added, which is what is sent."""
-        del client
-        return tensors(subtree(server_state, NEWEST))
+        """What of it the newest round has added, which is what is sent; all of it where every round freezes others."""
+        has_sum = NEWEST in server_state
+        return tensors(subtree(server_state, NEWEST)) if has_sum else self.frozen_part(server_state, client)

@@ -17,9 +17,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.lora import gate_weights
-from atlas_fl.models.peft_io import write_labels
-from atlas_fl.models.registry import Family
+from atlas_fl.models import lora, peft_io, registry
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules, stock_key
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
@@ -43,7 +41,7 @@ def export_gated_adapter(
     params: Params,
     folder: Path,
     *,
-    family: Family,
+    family: registry.Family,
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
@@ -58,7 +56,7 @@ def export_gated_adapter(
         settings = {"format": 1, "base_model_name_or_path": base, "scales": scales}
         write_atomic(draft / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
-        write_labels(draft, labels)
+        peft_io.write_labels(draft, labels)
 
 
 def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -98,7 +96,7 @@ def _add_gated(a: Tensor, b: Tensor, gate: Tensor, *, scale: float) -> Callable[
 
     def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         x = inputs[0]
-        first, second = (weight[..., None] for weight in gate_weights(x, gate).unbind(-1))
+        first, second = (weight[..., None] for weight in lora.gate_weights(x, gate).unbind(-1))
         own, rest = (x @ a[part].T @ b[:, part].T for part in (slice(rank), slice(rank, None)))
         return output + scale * (first * own + second * rest)
 

@@ -28,17 +28,9 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError, one_line, short_repr
+from atlas_fl.models import files
 from atlas_fl.models.attention import PACKED, make_layout, register_packed_attention
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index
-from atlas_fl.models.files import (
-    check_config,
-    check_folder,
-    check_raw_config,
-    check_size,
-    is_local,
-    lacks_pooler,
-    tensor_names,
-)
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, locate_model, with_trained_pooler
 from atlas_fl.models.stock import auto_class, remove_last_layer, stock_family, stock_outputs
 from atlas_fl.models.weights import FLOAT_TYPES, hold_weights
@@ -178,7 +170,7 @@ def load_stock(
     """
     options = {"dtype": torch.float32, "output_loading_info": True, **options}
     if weights is None:
-        check_size(name, auto, config, source)
+        files.check_size(name, auto, config, source)
         loaded, info = auto.from_pretrained(
             source, config=config, ignore_mismatched_sizes=True, **options, **loading_options(source)
         )
@@ -358,23 +350,23 @@ def find_family(name: str, *, writes: bool = False) -> tuple[str, Family]:
         # EmbeddingGemma sees both ways inside a window, which is no packed row's
         if family is None or getattr(config, "use_bidirectional_attention", False):
             return source, stock_family(name, config, writes=writes)
-        if lacks_pooler(config, family, tensor_names(name, source)):
+        if files.lacks_pooler(config, family, files.tensor_names(name, source)):
             return source, with_trained_pooler(family)
         return source, family
 
 
 def read_config(name: str, source: str) -> Any:
     """The config of a model's folder, whose files are checked; raises `ModelError` for what is no model's."""
-    check_folder(name, source)
-    check_raw_config(name, source)
+    files.check_folder(name, source)
+    files.check_raw_config(name, source)
     config = AutoConfig.from_pretrained(source, **loading_options(source))
-    check_config(name, config)
+    files.check_config(name, config)
     return config
 
 
 def loading_options(source: str) -> dict[str, Any]:
     """The arguments with which the files of a source are read: code among them is never run, and nobody is asked."""
-    return {"local_files_only": is_local(source), "trust_remote_code": False}
+    return {"local_files_only": files.is_local(source), "trust_remote_code": False}
 
 
 @contextmanager

@@ -11,17 +11,9 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    PreTrainedModel,
-)
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
@@ -34,10 +26,10 @@ NOTE = "ran through the stock path: padded, one client after another"
 
 def auto_class(config: Any, *, writes: bool) -> Any:
     """The class of transformers for this config: of images, of text to write, or of classes."""
-    kinds: list[Any] = [AutoModelForSequenceClassification, AutoModelForImageClassification]
+    kinds: list[Any] = [transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification]
     if writes:
-        kinds = [AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM]
-        if not config.is_encoder_decoder and type(config) in AutoModelForMaskedLM._model_mapping:
+        kinds = [transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM]
+        if not config.is_encoder_decoder and type(config) in transformers.AutoModelForMaskedLM._model_mapping:
             raise ModelError(
                 f"the architecture {config.model_type!r} reads both ways and cannot write text, as a task with target="
                 " asks; choose a model that writes, such as --model gpt2"
@@ -58,8 +50,8 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
     """
     auto = auto_class(config, writes=writes)
     with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
-    images = auto is AutoModelForImageClassification
+        model: transformers.PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    images = auto is transformers.AutoModelForImageClassification
     last, parts = ("", dict[str, tuple[int, ...]]()) if writes else head_of(name, model)
     inside = "" if model.base_model is model else f"{model.base_model_prefix}."
     first, *others = block_lists(name, model)
@@ -84,11 +76,11 @@ def stock_family(name: str, config: Any, *, writes: bool = False) -> Family:
         images=images,
         width=model.get_submodule(last).in_features if last else int(config.get_text_config().hidden_size),
         stock=True,
-        seq2seq=auto is AutoModelForSeq2SeqLM,
+        seq2seq=auto is transformers.AutoModelForSeq2SeqLM,
     )
 
 
-def head_of(name: str, model: PreTrainedModel) -> tuple[str, dict[str, tuple[int, ...]]]:
+def head_of(name: str, model: transformers.PreTrainedModel) -> tuple[str, dict[str, tuple[int, ...]]]:
     """(name of the layer that gives the logits, shapes of the tensors between it and the headless model)."""
     inside = f"{model.base_model_prefix}."
     outputs = [
@@ -155,7 +147,7 @@ def stock_outputs(
 
 
 def _written_outputs(
-    model: PreTrainedModel, ids: Tensor, lengths: Sequence[int], targets: Tensor, *, padding: int
+    model: transformers.PreTrainedModel, ids: Tensor, lengths: Sequence[int], targets: Tensor, *, padding: int
 ) -> Tensor:
     """Logits (targets, vocabulary) of an encoder's and a decoder's model: what is not to be written is read."""
     is_target = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, targets.long(), True)
@@ -187,7 +179,7 @@ def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int) -> l
     tokenizer, model = backbone.tokenizer, backbone.model
     ids, mask = pad_left(rows, device=backbone.device)
     ids = ids.masked_fill(mask == 0, padding_id(backbone))
-    config = GenerationConfig(
+    config = transformers.GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,
         num_beams=1,

@@ -17,18 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.models import loading, registry
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.loading import (
-    as_model_error,
-    check_complete,
-    checkpoint_blocks,
-    load_stock,
-    loading_lock,
-    loading_options,
-    read_config,
-    save_stock,
-)
-from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
 from atlas_fl.models.stock import block_lists, head_of, stock_family
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
@@ -51,13 +41,13 @@ def load_vision(
     Raises:
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
     """
-    source = locate_model(name)
-    with as_model_error(name, source, images=True), loading_lock():
-        config = read_config(name, source)
+    source = registry.locate_model(name)
+    with loading.as_model_error(name, source, images=True), loading.loading_lock():
+        config = loading.read_config(name, source)
         config.num_labels = 0  # stock for features without a classifier
-        processor = AutoImageProcessor.from_pretrained(source, **loading_options(source))
-        model, missing = load_stock(name, source, AutoModelForImageClassification, config)
-        check_complete(name, missing)
+        processor = AutoImageProcessor.from_pretrained(source, **loading.loading_options(source))
+        model, missing = loading.load_stock(name, source, AutoModelForImageClassification, config)
+        loading.check_complete(name, missing)
         size = _processor_size(name, processor) if image_size is None else image_size
         normalisation = _normalisation(name, processor)
     _resize(name, model, size)
@@ -169,15 +159,15 @@ def load_image_backbone(
     vision = load_vision(name, image_size=image_size, device=device, weights=weights)
     backbone = _backbone(vision, _adapted_family(vision)) if adapted else as_whole(vision)
     if gradient_checkpointing:
-        checkpoint_blocks(backbone)
+        loading.checkpoint_blocks(backbone)
     return backbone
 
 
-def _adapted_family(vision: Vision) -> Family:
+def _adapted_family(vision: Vision) -> registry.Family:
     """The family of a plain vision transformer, or that of the stock path."""
     model_type = vision.model.config.model_type
-    if model_type in VISION_FAMILIES and hasattr(vision.model, "classifier"):
-        return VISION_FAMILIES[model_type]
+    if model_type in registry.VISION_FAMILIES and hasattr(vision.model, "classifier"):
+        return registry.VISION_FAMILIES[model_type]
     config = copy.deepcopy(vision.model.config)
     config.num_labels = 2  # without classes there is no last layer to name
     return stock_family(vision.name, config)
@@ -185,18 +175,18 @@ def _adapted_family(vision: Vision) -> Family:
 
 def as_whole(vision: Vision) -> Backbone:
     """The same model for clients that train all its weights, with a linear head of their own."""
-    family = Family(
+    family = registry.Family(
         model_type=str(vision.model.config.model_type),
         prefix=vision.model.base_model_prefix,
         blocks=vision.blocks,
         pool="first",
-        head=(Dense(name=""),),
+        head=(registry.Dense(name=""),),
         images=True,
     )
     return _backbone(vision, family)
 
 
-def _backbone(vision: Vision, family: Family) -> Backbone:
+def _backbone(vision: Vision, family: registry.Family) -> Backbone:
     model = vision.model.base_model
     return Backbone(name=vision.name, source=vision.source, model=model, tokenizer=None, family=family, vision=vision)
 
@@ -207,7 +197,7 @@ def tokens_per_image(vision: Vision) -> int:
     Of other architectures than plain vision transformers, those of patches of `patch_size`, or of 4 pixels.
     """
     side, channels = vision.image_size, len(vision.mean)
-    if vision.model.config.model_type not in VISION_FAMILIES:
+    if vision.model.config.model_type not in registry.VISION_FAMILIES:
         return max(1, side // (_side(getattr(vision.model.config, "patch_size", None)) or 4)) ** 2
     with torch.no_grad():
         embeddings: torch.Tensor = vision.model.base_model.embeddings(
@@ -232,4 +222,4 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     tensors |= dict(vision.model.named_buffers())  # such as the means of batches
     tensors |= {f"{last}.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
     processor = AutoImageProcessor.from_pretrained(vision.source, trust_remote_code=False)
-    save_stock(AutoModelForImageClassification, config, tensors, processor, folder)
+    loading.save_stock(AutoModelForImageClassification, config, tensors, processor, folder)

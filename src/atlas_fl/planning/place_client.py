@@ -8,13 +8,9 @@ from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, assign_client
 from atlas_fl.config import Config
-from atlas_fl.data.cleaning import without
+from atlas_fl.data import cleaning, heterogeneity, own_clients, registry, user_files
 from atlas_fl.data.clients import ClientData, make_clients
-from atlas_fl.data.heterogeneity import shift_concepts
-from atlas_fl.data.own_clients import OPTIONS
-from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
-from atlas_fl.data.user_files import described_task, parse_tasks, split_description, with_labels
 from atlas_fl.errors import ConfigError, DataError, first_of
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
@@ -83,13 +79,13 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
             " --one-task"
         )
     run_tasks = config.data.task
-    name = described_task(description)
+    name = user_files.described_task(description)
     if "=" in description:
-        known = find_tasks(config.data.tasks, run_tasks)
+        known = registry.find_tasks(config.data.tasks, run_tasks)
         classes = next((task.label_names for task in known if task.name == name), ())
-        tasks = find_tasks((), (with_labels(description, classes),))
+        tasks = registry.find_tasks((), (user_files.with_labels(description, classes),))
     else:
-        tasks = find_tasks((description,), run_tasks)
+        tasks = registry.find_tasks((description,), run_tasks)
     task = tasks[0]
     if task.name != name:
         word = task.name.removeprefix(f"{name}-")
@@ -97,10 +93,10 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
             f"a newcomer has one task, and the rows of {name!r} have a column of them; name one, as in"
             f" task=COLUMN:{word}, or give a file of its rows alone: --task {task.name}=new.csv"
         )
-    matching = tuple(text for text in run_tasks if task.name in [one.name for one in parse_tasks(text)])
+    matching = tuple(text for text in run_tasks if task.name in [one.name for one in user_files.parse_tasks(text)])
     if len(task.clients) > 1:
-        given = split_description(matching[0] if matching else description)[2].items()
-        columns = "".join(f",{option}={value}" for option, value in given if option not in OPTIONS)
+        given = user_files.split_description(matching[0] if matching else description)[2].items()
+        columns = "".join(f",{option}={value}" for option, value in given if option not in own_clients.OPTIONS)
         raise ConfigError(
             f"a newcomer is one client, and task {task.name!r} names {len(task.clients)} ({first_of(task.clients)});"
             f" give a file of its rows alone: --task {task.name}=new.csv{columns}"
@@ -128,7 +124,7 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
     number = sum(planned.task == task.name for planned in plan.clients)
     client = replace(client, name=f"{task.name}-{number}", number=number)
     cuts = config.data.rating_cuts if task.is_regression else ()
-    return shift_concepts((client,), cuts)[0] if cuts else client
+    return heterogeneity.shift_concepts((client,), cuts)[0] if cuts else client
 
 
 def _without_rows(task: Task, used: Mapping[str, Examples]) -> Task:
@@ -136,9 +132,9 @@ def _without_rows(task: Task, used: Mapping[str, Examples]) -> Task:
 
     def load(source: Source) -> TaskData:
         data = load_task(task, source)
-        train = without(data.train, *used.values())
+        train = cleaning.without(data.train, *used.values())
         if len(train) < 2:
-            holder = min(used, key=lambda name: len(without(data.train, used[name])))
+            holder = min(used, key=lambda name: len(cleaning.without(data.train, used[name])))
             count = f"{len(data.train) - len(train)} of the {len(data.train)} training rows of task {task.name!r}"
             raise DataError(
                 f"{count} are in the run already, most of them with {holder}, so nobody new is there to place; give"

@@ -31,9 +31,7 @@ from atlas_fl.params import ByClient
 from atlas_fl.planning import round_costs
 from atlas_fl.planning.masks import check_heads, check_training_memory
 from atlas_fl.planning.plan import ClientPlan, Plan
-from atlas_fl.ranks.allocation import RankAssignment, assign_ranks, complexity_factors
-from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities, fraction_budget
-from atlas_fl.ranks.devices import Device
+from atlas_fl.ranks import allocation, cost_model, devices
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of, importance_options
@@ -46,8 +44,8 @@ SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "im
 class ClientFit:
     """Ranks, cut and predicted round of one client on its device."""
 
-    assignment: RankAssignment
-    prediction: RoundPrediction
+    assignment: allocation.RankAssignment
+    prediction: cost_model.RoundPrediction
     cut: Cut | None
     reason: str
     """The reason for this cut, or for none; empty where splitting was not asked for."""
@@ -57,7 +55,7 @@ def score_terms(fit: ClientFit, importance: np.ndarray) -> dict[str, float]:
     """The four parts of the score of a cut before they are weighed, each from 0 to 1."""
     assert fit.cut is not None, "cuts are scored"
     prediction, memory = fit.prediction, fit.prediction.memory
-    below, above = cut_utilities(importance, fit.assignment.ranks)[fit.cut.blocks]
+    below, above = cost_model.cut_utilities(importance, fit.assignment.ranks)[fit.cut.blocks]
     sides = (prediction.compute_seconds, prediction.server_seconds)
     return {
         "memory": 1 - memory.used_bytes / memory.total_bytes,
@@ -87,7 +85,7 @@ def choose_cut(fits: Sequence[ClientFit], importance: np.ndarray, objective: str
 
 
 def fit_client(
-    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float = 1.0
+    assembly: Assembly, client: ClientData, device: devices.Device, importance: np.ndarray, *, factor: float = 1.0
 ) -> ClientFit:
     """Ranks and cut of one client, from its importance (layers,) by layer; `factor` scales the budget of the ranks.
 
@@ -97,13 +95,13 @@ def fit_client(
     config, setting = assembly.config, _client_cut_setting(assembly, client, device)
     memory_budget = None
     if config.ranks.budget == "fractions":
-        memory_budget = fraction_budget(
+        memory_budget = cost_model.fraction_budget(
             device, base=config.ranks.alpha_base, activations=config.ranks.alpha_act, optimizer=config.ranks.alpha_opt
         )
 
     def fit(blocks: int | None, reason: str) -> ClientFit:
         cut = cut_of(config, blocks)
-        assignment = assign_ranks(
+        assignment = allocation.assign_ranks(
             assembly.shape,
             device,
             importance=importance,
@@ -161,7 +159,7 @@ def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
     return cuts
 
 
-def _client_cut_setting(assembly: Assembly, client: ClientData, device: Device) -> str:
+def _client_cut_setting(assembly: Assembly, client: ClientData, device: devices.Device) -> str:
     return cut_setting(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
@@ -199,7 +197,7 @@ def fit_clients(
     if config.ranks.complexity_scaling:
         # error of guessing: one less the share of the most frequent label; one without classes
         difficulty = np.array([1.0 - (majority(client.train) or 0.0) for client in assembly.clients])
-        factors = complexity_factors(difficulty, clusters)
+        factors = allocation.complexity_factors(difficulty, clusters)
     fits = [
         fit_client(assembly, client, device, layers, factor=float(factor))
         for client, device, layers, factor in zip(assembly.clients, assembly.devices, importance, factors, strict=True)

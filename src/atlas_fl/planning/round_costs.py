@@ -18,16 +18,14 @@ from atlas_fl.ranks import cost_model
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import strategy_of, train_options
-from atlas_fl.split.channel import NORMS, Cut
-from atlas_fl.split.codec import message_size
-from atlas_fl.split.model import select_client_side
+from atlas_fl.split import channel, codec, model
 from atlas_fl.storage.tensors import encoded_size
 
 SERVER_DEVICE: Device = DEVICES["workstation"]
 """The profile that the server's side of a cut is predicted with."""
 
 
-def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> cost_model.TrainingStep:
+def heaviest_step(assembly: Assembly, client: ClientData, cut: channel.Cut | None) -> cost_model.TrainingStep:
     """The client's heaviest step: as many of its longest examples as a batch holds; of a cut model, its own side."""
     size, data = assembly.config.training.batch_size, _train_examples(assembly, client)
     lengths, targets = (np.sort(counts)[::-1] for counts in (data.step_lengths, data.step_targets))
@@ -44,7 +42,7 @@ def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> co
 
 
 def predict_client_round(
-    assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None
+    assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: channel.Cut | None
 ) -> cost_model.RoundPrediction:
     """A round of this client at these ranks; of a cut model the client's memory, and the seconds of both sides."""
     client_part = _predict_client_part(assembly, client, device, ranks, cut=cut)
@@ -61,7 +59,7 @@ def predict_client_round(
     )
 
 
-def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> cost_model.RoundTraffic:
+def cut_traffic_of(assembly: Assembly, client: ClientData, cut: channel.Cut) -> cost_model.RoundTraffic:
     """Traffic through this client's cut in a round of training, all kinds of messages together."""
     sizes = crossing_bytes(assembly, client, cut)
     return cost_model.RoundTraffic(
@@ -72,7 +70,7 @@ def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> cost_mod
 
 
 def _predict_client_part(
-    assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None
+    assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: channel.Cut | None
 ) -> cost_model.RoundPrediction:
     data, step = _train_examples(assembly, client), heaviest_step(assembly, client, cut)
     lengths, passes = data.step_lengths.astype(np.float64), _num_passes(assembly, client)
@@ -100,7 +98,7 @@ def _num_passes(assembly: Assembly, client: ClientData) -> float:
     return full_passes + min(extra_steps * batch_size, num_examples) / num_examples
 
 
-def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, int]:
+def crossing_bytes(assembly: Assembly, client: ClientData, cut: channel.Cut) -> dict[str, int]:
     """Bytes through the cut in a round of training, by `kind_direction`: every batch as long as the mean."""
     training, steps = assembly.config.training, _num_steps(assembly, client)
     data = _train_examples(assembly, client)
@@ -113,12 +111,12 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
         extra["places"] = _meta_tensor(outputs, torch.int32)
     hidden = assembly.shape.hidden
     sizes = {
-        "activation_up": message_size(tokens, hidden, wire=cut.wire, extra=extra),
+        "activation_up": codec.message_size(tokens, hidden, wire=cut.wire, extra=extra),
         # the gradients come without the lengths that went up
-        "gradient_down": message_size(tokens, hidden, wire=cut.wire),
+        "gradient_down": codec.message_size(tokens, hidden, wire=cut.wire),
     }
     if cut.head == "client":
-        sizes["activation_down"] = message_size(outputs, hidden, wire=cut.wire)
+        sizes["activation_down"] = codec.message_size(outputs, hidden, wire=cut.wire)
         sizes["gradient_up"] = sizes["activation_down"]
     else:
         dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
@@ -134,7 +132,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
 
 def _norms_size(count: int) -> int:
     """Bytes of the message with the norms of so many gradients."""
-    return encoded_size({NORMS: _meta_tensor(count, torch.float32)})
+    return encoded_size({channel.NORMS: _meta_tensor(count, torch.float32)})
 
 
 def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +140,7 @@ def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(count, dtype=dtype, device="meta")
 
 
-def server_memory(assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int]) -> dict[str, int]:
+def server_memory(assembly: Assembly, client: ClientData, cut: channel.Cut, ranks: Sequence[int]) -> dict[str, int]:
     """Bytes on the server for this client by part; the frozen weights are there once for all clients."""
     shape, client_step = assembly.shape, heaviest_step(assembly, client, cut)
     whole_step = heaviest_step(assembly, client, None)
@@ -161,9 +159,9 @@ def server_memory(assembly: Assembly, client: ClientData, cut: Cut, ranks: Seque
     }
 
 
-def client_side(assembly: Assembly, cut: Cut, names: Collection[str]) -> frozenset[str]:
+def client_side(assembly: Assembly, cut: channel.Cut, names: Collection[str]) -> frozenset[str]:
     """The names of these tensors on the client's side of the cut."""
-    return select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client")
+    return model.select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client")
 
 
 def _rank_one_params(assembly: Assembly, client: ClientData) -> Params:

@@ -14,18 +14,8 @@ from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similari
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
-from atlas_fl.clustering.blocks import MOST_EXACT, by_blocks, dense
-from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
-from atlas_fl.clustering.fingerprints import FINGERPRINTS
+from atlas_fl.clustering import blocks, cluster, fingerprints, result
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.result import (
-    Clustering,
-    agreement,
-    append_client,
-    assign_client,
-    purity_warnings,
-    summarise_clusters,
-)
 from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params
@@ -41,7 +31,7 @@ class TaskDiscovery:
     """The result of phase 1: clusters, warmed-up models, sketches."""
 
     labels: tuple[int, ...]
-    clustering: Clustering | None
+    clustering: result.Clustering | None
     """None for a rule that needs no clusters."""
     report: Mapping[str, Any]
     """The clustering as plain data, with its agreement with the true tasks."""
@@ -56,7 +46,7 @@ def discover_tasks(
     engine: Engine,
     *,
     clustered: bool,
-    previous: Clustering | None = None,
+    previous: result.Clustering | None = None,
     round: int = 0,
     cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> TaskDiscovery:
@@ -81,12 +71,12 @@ def discover_tasks(
     settings = ClusteringSettings(
         **settings_for(assembly.config, ClusteringSettings),
         threshold=phase.similarity_threshold,
-        centre=phase.fingerprint in FINGERPRINTS and FINGERPRINTS[phase.fingerprint].centre,
+        centre=phase.fingerprint in fingerprints.FINGERPRINTS and fingerprints.FINGERPRINTS[phase.fingerprint].centre,
     )
     if phase.clusters == "oracle":
-        clustering = oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
+        clustering = cluster.oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
     else:
-        clustering = cluster_clients(
+        clustering = cluster.cluster_clients(
             sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names
         )
     losses = {update.client: update.metrics["loss"] for update in updates}
@@ -97,7 +87,7 @@ def discover_tasks(
         report=report,
         warmed_models=models,
         sketches=sketches,
-        notes=(*clustering.warnings, *purity_warnings(report["clusters"])),
+        notes=(*clustering.warnings, *result.purity_warnings(report["clusters"])),
     )
 
 
@@ -131,9 +121,9 @@ def discover_newcomer(
         labels = planned.clustering.labels
         label = dict(zip(tasks, labels)).get(tasks[-1], max(labels) + 1)
     else:
-        label = assign_client(planned.clustering, first, second).cluster
+        label = result.assign_client(planned.clustering, first, second).cluster
     sketches = np.concatenate([planned.sketches, np.stack([first, second])[:, None]], axis=1)
-    clustering = append_client(planned.clustering, sketches, label=label)
+    clustering = result.append_client(planned.clustering, sketches, label=label)
     groups = planned.plan.clustering["clusters"]
     losses = {member: group["difficulty"] for group in groups for member in group["clients"]}
     return TaskDiscovery(
@@ -192,13 +182,13 @@ def models_after_fingerprints(
 
 
 def _clustering_report(
-    clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
+    clustering: result.Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> dict[str, Any]:
     """The clustering as plain data, with its agreement with the true tasks and a summary of each cluster."""
     return {
         **clustering.to_json(),
-        "agreement": agreement(clustering.labels, tasks),
-        "clusters": summarise_clusters(clustering, clients=names, tasks=tasks, losses=losses),
+        "agreement": result.agreement(clustering.labels, tasks),
+        "clusters": result.summarise_clusters(clustering, clients=names, tasks=tasks, losses=losses),
     }
 
 
@@ -218,7 +208,7 @@ def make_client_graph(
     mixing = assembly.config.mixing
     if discovery.clustering is None:
         size = len(assembly.clients)
-        empty = np.zeros((size, size)) if size <= MOST_EXACT else csr_array((size, size))
+        empty = np.zeros((size, size)) if size <= blocks.MOST_EXACT else csr_array((size, size))
         return Graph(adjacency=empty, warnings=())
     options = settings_for(assembly.config, GraphOptions) | {"ema": mixing.graph_ema}
     # Without structure everyone stays alone: the nearest of strangers is still a stranger.
@@ -239,12 +229,12 @@ def make_client_graph(
             clients=[assembly.names[k] for k in places],
             tasks=[assembly.clients[k].task.name for k in places],
             performance=None if performance is None else performance[places],
-            previous=None if previous is None else dense(previous, places),
+            previous=None if previous is None else blocks.dense(previous, places),
         )
         warnings.extend(graph.warnings)
         return graph.adjacency
 
-    return Graph(adjacency=by_blocks(similarity, edges), warnings=tuple(warnings))
+    return Graph(adjacency=blocks.by_blocks(similarity, edges), warnings=tuple(warnings))
 
 
 def validation_scores(assembly: Assembly, engine: Engine, models: ByClient, cuts: Mapping[str, Cut]) -> np.ndarray:

@@ -24,7 +24,8 @@ import numpy as np
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from atlas_fl.client.evaluation import OUTCOMES, in_order
+from atlas_fl.client.batching import in_order
+from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.clients import ClientData
@@ -224,3 +225,13 @@ def check_shadows(client: ClientData, *, shadows: int) -> None:
         )
     if shadows < LEAST_SHADOWS:
         raise ConfigError(f"--shadows is {shadows}; allowed: at least {LEAST_SHADOWS}")
+
+
+def others_of(assembly: Assembly, client: ClientData) -> list[ClientData]:
+    """The other clients of its task; raises `ConfigError` where there is none."""
+    others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
+    if not others:
+        raise ConfigError(
+            f"{client.name} is the only client of its task, and the attack needs another; say --clients-per-task 2"
+        )
+    return others

@@ -20,7 +20,7 @@ from atlas_fl.events import OnEvent
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Split
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.privacy_attacks.membership import check_shadows, initial_model
+from atlas_fl.privacy_attacks.membership import check_shadows, initial_model, others_of
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import fingerprint_options
@@ -41,13 +41,8 @@ def infer_properties(
     Raises ConfigError where the task has no other client, and where examples are too few.
     """
     check_shadows(client, shadows=shadows)
-    splits = {one.name: assembly.site.data[one.name].splits["train"] for one in assembly.clients}
-    others = [one.name for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
-    if not others:
-        raise ConfigError(
-            f"{client.name} is the only client of its task, and the server learns from others; say --clients-per-task 2"
-        )
-    known, attacked = concatenate([splits[name] for name in others]), splits[client.name]
+    others = [assembly.site.data[one.name].splits["train"] for one in others_of(assembly, client)]
+    known, attacked = concatenate(others), assembly.site.data[client.name].splits["train"]
     label = int(np.bincount(attacked.labels).argmax())
     token = common_token(attacked)
     word = assembly.site.backbone.tokenizer.convert_ids_to_tokens(token)

@@ -9,7 +9,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.planner import measure_leakage
-from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership
+from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership, others_of
 from atlas_fl.privacy_attacks.properties import infer_properties
 from atlas_fl.privacy_attacks.updates import read_tokens
 from atlas_fl.setup.assembly import Assembly, assemble
@@ -17,32 +17,21 @@ from atlas_fl.setup.assembly import Assembly, assemble
 SHADOWS = 16
 """Shadow clients by default."""
 Row: TypeAlias = Mapping[str, Any]
-PrivacyAttack: TypeAlias = Callable[[Assembly, ClientData, int, OnEvent], Sequence[Row]]
-"""(assembly, the client that is attacked, shadow clients, progress) -> rows."""
+PrivacyAttack: TypeAlias = Callable[..., Sequence[Row]]
+"""(assembly, the client that is attacked, *, shadows, on_event) -> rows; `shadows` is how many shadow clients."""
 
 
-def _tokens(assembly: Assembly, client: ClientData, _: int, on_event: OnEvent) -> Sequence[Row]:
-    others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
-    if not others:
-        raise ConfigError(
-            f"{client.name} is the only client of its task, and another one gives the level of guessing; say"
-            " --clients-per-task 2"
-        )
+def _tokens(assembly: Assembly, client: ClientData, *, on_event: OnEvent, **_: int) -> Sequence[Row]:
+    (other, *_) = others_of(assembly, client)
     servers = (False,) if assembly.is_full else (False, True)
-    return [read_tokens(assembly, client, others[0], hostile=hostile, on_event=on_event) for hostile in servers]
+    return [read_tokens(assembly, client, other, hostile=hostile, on_event=on_event) for hostile in servers]
 
 
 PRIVACY_ATTACKS: Mapping[str, PrivacyAttack] = {
-    "membership": lambda assembly, client, shadows, tell: [
-        infer_membership(assembly, client, shadows=shadows, on_event=tell)
-    ],
+    "membership": lambda assembly, client, **how: [infer_membership(assembly, client, **how)],
     "tokens": _tokens,
-    "canaries": lambda assembly, client, shadows, tell: [
-        audit_epsilon(assembly, client, shadows=shadows, on_event=tell)
-    ],
-    "properties": lambda assembly, client, shadows, tell: infer_properties(
-        assembly, client, shadows=shadows, on_event=tell
-    ),
+    "canaries": lambda assembly, client, **how: [audit_epsilon(assembly, client, **how)],
+    "properties": infer_properties,
 }
 CUTS = "cuts"
 """The attack on activations, which trains nothing (`planning.leakage`)."""
@@ -77,4 +66,4 @@ def run_attack(
             " model of packs, such as --model minilm"
         )
     on_event(PhaseStarted(attack))
-    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows, on_event))
+    return tuple(PRIVACY_ATTACKS[attack](assembly, by_name[name], shadows=shadows, on_event=on_event))

@@ -36,9 +36,7 @@ from torch import Tensor
 from atlas_fl.client.job import Job, make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.clients import ClientData
-from atlas_fl.deployment.consent import SiteChoices
-from atlas_fl.deployment.settings_policy import most_rounds
-from atlas_fl.deployment.start_models import start_models_of
+from atlas_fl.deployment import consent, settings_policy, start_models
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.models.attention import make_layout
@@ -127,8 +125,8 @@ def _updates(
     options = train_options(config, with_images=False)
     count = site.data[name].examples
     first = initial_model(assembly, client)
-    known = start_models_of(config, lambda _: first, examples=count, images=False)
-    allowed = most_rounds(SiteChoices(task=client.task.name, device=""), examples=count)
+    known = start_models.start_models_of(config, lambda _: first, examples=count, images=False)
+    allowed = settings_policy.most_rounds(consent.SiteChoices(task=client.task.name, device=""), examples=count)
     starts: list[Params] = []
     trained: list[Params] = []
     epsilon: float | None = None

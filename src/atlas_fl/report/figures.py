@@ -6,13 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from atlas_fl.report import figure_rows
-from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.drawing import draw, save_pdf, save_png
+from atlas_fl.report import csv_text, drawing, figure_rows, mask_charts
 from atlas_fl.report.figure_rows import EVERY_CLIENT, Row
 from atlas_fl.report.format import evenly, isolate
 from atlas_fl.report.html.charts import Chart, chart, colour, heat_map
-from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.ledger import KINDS
@@ -135,7 +132,7 @@ def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
 
 def _mask(record: Record, rows: list[Row]) -> list[Chart]:
     shares = {rows[0]["mask"]: {row["tensor"]: row["moving"] for row in rows}}
-    return [density_chart(shares, share=1 - record.plan["sparse"]["sparsity"])]
+    return [mask_charts.density_chart(shares, share=1 - record.plan["sparse"]["sparsity"])]
 
 
 def _by_class(record: Record, rows: list[Row]) -> list[Chart]:
@@ -193,13 +190,13 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     for name, figure in FIGURES.items():
         rows = figure.rows(record)
         if charts := _charts(record, name, rows):
-            drawn[name] = draw(charts, columns=min(figure.columns, len(charts))), rows
+            drawn[name] = drawing.draw(charts, columns=min(figure.columns, len(charts))), rows
     for name, made in plugin_charts(record).items():
-        drawn[name] = draw([made]), made.rows
+        drawn[name] = drawing.draw([made]), made.rows
     paths = []
     for name, (svg, numbers) in drawn.items():
         path = folder.figures / f"{name}.png"
-        save_pdf(svg, path.with_suffix(".pdf"), within=folder.path)
-        write_atomic(path.with_suffix(".csv"), format_csv(numbers).encode(), within=folder.path)
-        paths.append(save_png(svg, path, within=folder.path))
+        drawing.save_pdf(svg, path.with_suffix(".pdf"), within=folder.path)
+        write_atomic(path.with_suffix(".csv"), csv_text.format_csv(numbers).encode(), within=folder.path)
+        paths.append(drawing.save_png(svg, path, within=folder.path))
     return paths

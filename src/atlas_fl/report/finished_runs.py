@@ -16,19 +16,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from atlas_fl.config import Config, config_hash, differences, load_config
-from atlas_fl.config.methods import with_method_settings
-from atlas_fl.config.presets import find_preset
+from atlas_fl.config import Config, config_hash, differences, load_config, methods, presets
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
-from atlas_fl.storage.digests import check_files, read_checked
-from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
-from atlas_fl.storage.jsonl import from_json
+from atlas_fl.storage import digests, folder_access, jsonl, tensors
 from atlas_fl.storage.run_folder import RunFolder, find_run
-from atlas_fl.storage.tensors import read_tensors
 
 NUMBERS = {
     **{"gain_over_majority": "gain_over_majority", "bytes": "num_bytes", "bytes_below_whole": "bytes_below_whole"},
@@ -108,7 +103,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
-    return read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
+    return digests.read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
 
 
 def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:
@@ -124,8 +119,8 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
     config = load_config(folder.config, within=folder.path)
     scores = _scores_of_summary(summary, score, run)
     if score == "final" and folder.resampled.is_file():
-        check_files(folder, folder.resampled)
-        draws = read_tensors(folder.resampled, within=folder.path)
+        digests.check_files(folder, folder.resampled)
+        draws = tensors.read_tensors(folder.resampled, within=folder.path)
         scores = replace(scores, resampled={name: values.numpy() for name, values in draws.items()})
     found = FinishedRun(config=config, scores=scores, tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
@@ -181,7 +176,7 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 
 def _runs_below(place: Path) -> list[FinishedRun]:
-    folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
+    folders = [RunFolder(path.parent) for path in folder_access.files_below(place) if path.name == "summary.json"]
     own = [folder for folder in folders if not folder.is_reference()]
     runs = [read_finished_run(folder.path) for folder in own if folder.config.exists() or folder.plan.exists()]
     return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
@@ -223,7 +218,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
 
 def changed_flags(config: Config) -> list[str]:
     """The flags in which a run differs from its preset, each with the words of its value."""
-    changed = differences(find_preset(config.run.preset, dial=config.run.dial), config)
+    changed = differences(presets.find_preset(config.run.preset, dial=config.run.dial), config)
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 
 
@@ -235,7 +230,7 @@ def run_command(config: Config) -> str:
 
 def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:
     """Return whether a file begins with this text, by default as `to_csv` writes it."""
-    with open_named_file(path, max_bytes=sys.maxsize) as file:
+    with folder_access.open_named_file(path, max_bytes=sys.maxsize) as file:
         return file.read(len(text)) == text.encode()
 
 
@@ -249,7 +244,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
     if not begins_with(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
     try:
-        text = read_named_file(path, max_bytes=MOST_JSON_BYTES).decode(errors="replace")
+        text = folder_access.read_named_file(path, max_bytes=folder_access.MOST_JSON_BYTES).decode(errors="replace")
         rows = list(enumerate(csv.DictReader(StringIO(text, newline="")), start=2))
     except csv.Error as error:
         raise ConfigError(f"{path} cannot be read ({error}); restore the file") from None
@@ -262,7 +257,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
             raise ValueError("it has more or fewer cells than the header has names")
         row = {name: unescape_cell(cell) for name, cell in row.items()}
         config = _config_of(row)
-        tuning = parse_tuning(from_json(row["tuning"])) if row["tuning"] else None
+        tuning = parse_tuning(jsonl.from_json(row["tuning"])) if row["tuning"] else None
         run = FinishedRun(config=config, scores=_scores_of(row, config.run.seed), tuning=tuning)
     except (ValueError, KeyError, TypeError, AttributeError, AtlasError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
@@ -276,7 +271,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:
-    base = find_preset(row["preset"], dial=int(row["dial"]) if row["dial"] else None)
+    base = presets.find_preset(row["preset"], dial=int(row["dial"]) if row["dial"] else None)
     words: dict[str, list[str]] = {}
     for word in shlex.split(row["flags"]):
         if word.startswith("--"):
@@ -287,7 +282,7 @@ def _config_of(row: Mapping[str, Any]) -> Config:
         else:
             words[name].append(word)
     values = {name: from_words(own, settings()[name].kind) for name, own in words.items()}
-    return with_method_settings(replace_settings(values, base=base))  # what its strategy means today
+    return methods.with_method_settings(replace_settings(values, base=base))  # what its strategy means today
 
 
 def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:

@@ -10,10 +10,9 @@ import numpy as np
 
 from atlas_fl.experiment.summary import History, histories
 from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.storage.digests import check_files, read_checked, read_checked_rows
+from atlas_fl.storage import digests, tensors
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 from atlas_fl.storage.run_folder import find_run
-from atlas_fl.storage.tensors import read_sketches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +74,14 @@ def read_record(run: Path | str) -> Record:
     """
     folder = find_run(run)
     first, last = folder.plan, folder.plans()[-1]
-    plans = {file: read_checked(folder, file, "clients") for file in dict.fromkeys((first, last))}
+    plans = {file: digests.read_checked(folder, file, "clients") for file in dict.fromkeys((first, last))}
     file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
-    check_files(folder, folder.sketches_of(file.name))
+    digests.check_files(folder, folder.sketches_of(file.name))
     return Record(
         name=folder.path.resolve().name,
         plan=plans[file],
-        metrics=read_checked_rows(folder, folder.metrics),
-        ledger=[LedgerRow(**row) for row in read_checked_rows(folder, folder.ledger)],
+        metrics=digests.read_checked_rows(folder, folder.metrics),
+        ledger=[LedgerRow(**row) for row in digests.read_checked_rows(folder, folder.ledger)],
         summary=read_summary(folder.path) if folder.summary.exists() else {},
-        sketches=read_sketches(folder.sketches_of(file.name)),
+        sketches=tensors.read_sketches(folder.sketches_of(file.name)),
     )

@@ -23,14 +23,10 @@ from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources,
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
-from atlas_fl.models import tokenization
+from atlas_fl.models import chat_template, loading, peft_io, stock, tokenization
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
-from atlas_fl.models.chat_template import ChatTemplate
-from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
 from atlas_fl.models.registry import FAMILIES, Family, ModelShape
-from atlas_fl.models.stock import NOTE, positions_of
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
@@ -281,7 +277,7 @@ def backbone_of(
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
         writes, held = any(task.writes for task in tasks), config.model.base_weights
-        backbone = load_backbone(name, writes=writes, held=held, **load_options)
+        backbone = loading.load_backbone(name, writes=writes, held=held, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:
@@ -332,7 +328,7 @@ def trained_body(backbone: Backbone, config: Config) -> Params:
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
     """The layers that get adapters: the user's, or those that PEFT takes for the architecture."""
-    return tuple(config.model.targets or default_targets(backbone.family.model_type))
+    return tuple(config.model.targets or peft_io.default_targets(backbone.family.model_type))
 
 
 def first_adapted_block(config: Config, backbone: Backbone) -> int:
@@ -465,7 +461,7 @@ def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tu
     """
     how: dict[str, Any] = {"tokenizer": backbone.tokenizer, "truncate": task.truncate}
     if task.chat:
-        how["template"] = ChatTemplate(backbone.tokenizer, task.template)
+        how["template"] = chat_template.ChatTemplate(backbone.tokenizer, task.template)
 
         def encode(rows: Rows, most: int) -> tokenization.EncodedExamples:
             chosen = tokenization.encode_chats(rows.text, max_length=most, **how)
@@ -497,7 +493,7 @@ def max_sequence_length(backbone: Backbone) -> int:
         positions = rotations["original_max_position_embeddings"]
     unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
     if backbone.family.stock:
-        positions, unused = positions_of(backbone, positions)
+        positions, unused = stock.positions_of(backbone, positions)
     # A model without positions has no limit of its own.
     length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
     if length < LEAST_LENGTH:
@@ -524,7 +520,7 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> toke
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
     """A line where the model runs through the stock path, and one for each task with texts that are cut."""
-    lines = [f"{backbone.name} ({backbone.family.model_type}) {NOTE}"] if backbone.family.stock else []
+    lines = [f"{backbone.name} ({backbone.family.model_type}) {stock.NOTE}"] if backbone.family.stock else []
     for name, clients in group_by(data.values(), lambda tokens: tokens.task.name).items():
         prompts = [prompts.encoded for tokens in clients for prompts in tokens.prompts.values()]
         parts = [*(examples.both for tokens in clients for examples in tokens.splits.values()), *prompts]

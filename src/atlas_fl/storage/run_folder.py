@@ -8,15 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, first_of
-from atlas_fl.storage.files import LOCK, is_left_of_beginning
-from atlas_fl.storage.folder_access import (
-    is_inner_file,
-    is_inner_folder,
-    list_folder,
-    open_to_append,
-    os_errors_with_path,
-    remove_drafts,
-)
+from atlas_fl.storage import files, folder_access
 
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
 
@@ -121,7 +113,7 @@ class RunFolder:
 _FILES = [path.name for path in vars(RunFolder).values() if isinstance(path, InnerPath) and "." in path.name]
 _AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
 _NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
-_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
+_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(files.LOCK)}")
 """Files that a run writes, and may have written before its first checkpoint."""
 _LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
 """Files that nobody writes but who holds the run's lock."""
@@ -179,7 +171,7 @@ def check_folder_is_free(folder: RunFolder) -> None:
         raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
     if folder.config.exists() or not folder.path.exists():
         return
-    foreign = [name for name in list_folder(folder.path) if not is_left_of_beginning(name)]
+    foreign = [name for name in folder_access.list_folder(folder.path) if not files.is_left_of_beginning(name)]
     if foreign:
         raise ConfigError(
             f"{folder.path} exists, is no run and holds {foreign[0]}; choose another --name or --runs-dir"
@@ -192,13 +184,15 @@ def remove_aborted_run(path: Path, *, is_new: bool) -> None:
     `is_new` says that the run has made the folder: it goes too, where it is empty then.
     """
     audit = path / "audit"
-    names = list_folder(audit, within=path) if is_inner_folder(audit) else []
-    folders = [audit / name for name in names if _AUDIT_FOLDERS.fullmatch(name) and is_inner_folder(audit / name)]
+    names = folder_access.list_folder(audit, within=path) if folder_access.is_inner_folder(audit) else []
+    folders = [
+        audit / name for name in names if _AUDIT_FOLDERS.fullmatch(name) and folder_access.is_inner_folder(audit / name)
+    ]
     for folder in (*folders, path):
         for file in folder.iterdir() if folder.is_dir() else ():
-            if _RUN_FILES.fullmatch(file.name) and is_inner_file(file):
+            if _RUN_FILES.fullmatch(file.name) and folder_access.is_inner_file(file):
                 file.unlink()
-    made = [*folders, *([audit] if is_inner_folder(audit) else []), *([path] if is_new else [])]
+    made = [*folders, *([audit] if folder_access.is_inner_folder(audit) else []), *([path] if is_new else [])]
     for folder in made:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -206,7 +200,7 @@ def remove_aborted_run(path: Path, *, is_new: bool) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Remove the drafts that a killed process has left in a run's folder; for who holds its lock."""
-    remove_drafts(path, of=_LOCKED_FILES)
+    folder_access.remove_drafts(path, of=_LOCKED_FILES)
 
 
 @contextmanager
@@ -216,16 +210,16 @@ def run_log(path: Path) -> Iterator[Callable[[str], None]]:
     It stands alone: the program's own logging is neither used nor changed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open_to_append(path)
+    file = folder_access.open_to_append(path)
 
     def log(text: str) -> None:
         line = text.replace("\n", " | ")
-        with os_errors_with_path(path):
+        with folder_access.os_errors_with_path(path):
             file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} INFO {line}\n".encode())
             file.flush()
 
     try:
         yield log
     finally:
-        with os_errors_with_path(path):  # what is in the buffer of a full disk fails once more
+        with folder_access.os_errors_with_path(path):  # what is in the buffer of a full disk fails once more
             file.close()

@@ -11,10 +11,8 @@ from atlas_fl.errors import first_of
 from atlas_fl.experiment.answers import read_evaluation
 from atlas_fl.experiment.harness import read_harness
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gain_note, group_scores
+from atlas_fl.report import figure_rows, figures, finished_runs, tables
 from atlas_fl.report.answers import answers_table, harness_table, scores_table
-from atlas_fl.report.figure_rows import ALL, class_rows
-from atlas_fl.report.figures import charts_of, plugin_charts
-from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.format import MOST_SHOWN, evenly
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
@@ -33,7 +31,6 @@ from atlas_fl.report.table import (
     table_of,
     word,
 )
-from atlas_fl.report.tables import SCORES, closing_table, plan_tables, site_tables
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -54,16 +51,16 @@ def run_page(run: Path | str) -> Page:
     sections: dict[tuple[str, str], list[Block]] = {
         ("outcome", "What came out"): _outcome(record),
         ("answers", "What its models answer"): _answers(folder),
-        ("convergence", "How it converged"): [*charts_of(record, "convergence", "scores", "by-class")],
+        ("convergence", "How it converged"): [*figures.charts_of(record, "convergence", "scores", "by-class")],
         ("clients", "Who the clients are"): _clients(record),
         ("plan", "Who was found alike, and what was planned"): [
-            *charts_of(record, "clusters", "adjacency", "ranks", "mask"),
-            *plan_tables(record.plan),
+            *figures.charts_of(record, "clusters", "adjacency", "ranks", "mask"),
+            *tables.plan_tables(record.plan),
         ],
-        ("sharing", "How personal each model is"): [*charts_of(record, "sharing")],
+        ("sharing", "How personal each model is"): [*figures.charts_of(record, "sharing")],
         ("costs", "What it cost"): _costs(record),
         ("events", "Events of the rounds"): _events(record),
-        ("plugins", "Figures of plug-ins"): [*plugin_charts(record).values()],
+        ("plugins", "Figures of plug-ins"): [*figures.plugin_charts(record).values()],
         ("settings", "Settings, and how to make it again"): _settings(folder),
     }
     words = record.summary.get("run", {})
@@ -114,8 +111,8 @@ def _outcome(record: Record) -> list[Block]:
         *([Text(lines=[told])] if told else []),
         Facts(facts=facts),
         _outcome_chart(record, clients, order),
-        closing_table(summary),
-        *site_tables(summary),
+        tables.closing_table(summary),
+        *tables.site_tables(summary),
         _client_table(record, clients),
         *([table_of("Together and alone", GAINS, gains, note=GAINS_NOTE)] if told else []),
         *_class_tables(record),
@@ -137,12 +134,12 @@ GAINS_NOTE = (
 
 def _class_tables(record: Record) -> list[Block]:
     """Precision, recall and F1 of every class over all clients, and folded by client; nothing without classes."""
-    rows = class_rows(record)
-    pooled = [row for row in rows if row["client"] == ALL]
+    rows = figure_rows.class_rows(record)
+    pooled = [row for row in rows if row["client"] == figure_rows.ALL]
     if not pooled:
         return []
     columns = {name: cell for name, cell in CLASS_SCORES.items() if name != "client"}
-    by_client = table_of("By class and client", CLASS_SCORES, [row for row in rows if row["client"] != ALL])
+    by_client = table_of("By class and client", CLASS_SCORES, [row for row in rows if row["client"] != figure_rows.ALL])
     return [
         table_of("By class", columns, pooled, note=CLASS_SCORES_NOTE),
         Folded(title="The same by client", blocks=[by_client]),
@@ -188,7 +185,7 @@ CLIENT_SCORES: Columns = {
     "client": cell_at("name", word),
     "task": cell_at("task", word),
     "device": cell_at("device", word),
-    **{name: SCORES[name] for name in ("majority", "final", "over majority", "best")},
+    **{name: tables.SCORES[name] for name in ("majority", "final", "over majority", "best")},
     "in round": cell_at("best.round", count),
     "sent": cell_at("sent.up", lambda sent: size(sent or 0)),
     "received": cell_at("sent.down", lambda sent: size(sent or 0)),
@@ -204,7 +201,7 @@ def _clients(record: Record) -> list[Block]:
     table = table_of("Examples of every client", CLIENT_DATA, known, note=CLIENT_DATA_NOTE)
     notes = record.plan["notes"]
     folded = [Folded(title="What the plan noted", blocks=[Text(lines=notes)])] if notes else []
-    return [*charts_of(record, "classes"), table, *folded]
+    return [*figures.charts_of(record, "classes"), table, *folded]
 
 
 CLIENT_DATA: Columns = {
@@ -224,7 +221,7 @@ CLIENT_DATA_NOTE = (
 
 def _costs(record: Record) -> list[Block]:
     """Bytes by kind, and seconds by phase."""
-    blocks: list[Block] = [*charts_of(record, "bytes")]
+    blocks: list[Block] = [*figures.charts_of(record, "bytes")]
     sums, seconds = record.totals, record.summary.get("seconds", {})
     if sums.total:
         rows: list[list[Cell]] = [
@@ -268,7 +265,7 @@ def _settings(folder: RunFolder) -> list[Block]:
     config = load_config(folder.config, within=folder.path)
     again = f"atlas run --config {shlex.quote(f'{folder.path.name}/config.toml')} --name again"
     return [
-        Command(words=run_command(config), what=f"With flags; settings {config_hash(config):.8}:"),
+        Command(words=finished_runs.run_command(config), what=f"With flags; settings {config_hash(config):.8}:"),
         Command(words=again, what="From the run's own file, in the folder in which the run lies:"),
         Folded(title="All settings", blocks=[Command(words=to_toml(config), what="config.toml")]),
     ]

@@ -9,8 +9,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import GENERATOR, Page, render
 from atlas_fl.report.html.run_page import run_page
-from atlas_fl.storage.files import set_aside
-from atlas_fl.storage.folder_access import open_named_file, write_atomic
+from atlas_fl.storage import files, folder_access
 from atlas_fl.storage.run_folder import find_run
 
 PAGE = "report.html"
@@ -47,12 +46,12 @@ def write_report(
     place = folders[0].path if len(folders) == 1 else folders[0].path.resolve().parent
     path = place / PAGE if to is None else Path(to)
     if path.is_file() and not is_page(path):
-        set_aside(path)
-    write_atomic(path, render(page).encode())
+        files.set_aside(path)
+    folder_access.write_atomic(path, render(page).encode())
     return path
 
 
 def is_page(path: Path) -> bool:
     """Return whether a file is a page that `write_report` has written."""
-    with open_named_file(path, max_bytes=sys.maxsize) as file:
+    with folder_access.open_named_file(path, max_bytes=sys.maxsize) as file:
         return f'name=generator content="{GENERATOR}"'.encode() in file.read(HEAD)

@@ -24,26 +24,10 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
-from atlas_fl.runtime.protocol.messages import (
-    SENT,
-    CutInfo,
-    PrivateRef,
-    as_bytes,
-    as_tensor,
-    job_head,
-    model_message,
-    read_job,
-    read_private,
-    read_sent,
-    read_update,
-    update_message,
-    write_trees,
-)
-from atlas_fl.runtime.protocol.private_params import PrivateParamStore
+from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.sparse import compression, masks
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
-from atlas_fl.sparse.compression import compress, decompress
-from atlas_fl.sparse.masks import Mask
 
 _MASK, _VALUES = "mask", "values"
 Digests: TypeAlias = Mapping[str, str]
@@ -81,7 +65,7 @@ class SenderState:
 
     home: Digests = field(default_factory=dict)
     """Digests of the weights that every other end has in its files; none of them is an adapter's."""
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     """The weights of the body that may move, from the first job on that brings a mask."""
     compressed: bool = False
     """What was trained comes as its change in few bytes (`sparse.compression`), unless there is a mask."""
@@ -105,18 +89,20 @@ class Sender:
     """The last model that was sent there, and the last one that was trained there."""
     has_mask: bool = False
 
-    def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
+    def job(
+        self, action: str, job: Job, *, number: int, cut_info: messages.CutInfo | None = None
+    ) -> tuple[Head, Params]:
         """The message that asks for this job."""
         assert not job.kept, "it stays with the client; other configs are refused"
         if job.mask is not None and self.common.mask is None:
             self.common.mask = split_body_and_head(job.mask)[0]
         head, tensors = self._model(job.params)
-        head = {**job_head(action, job, number=number, cut_info=cut_info), **head}
-        return head, {**tensors, **write_trees(SENT, job.sent)}
+        head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head}
+        return head, {**tensors, **messages.write_trees(messages.SENT, job.sent)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
-        received = read_update(head, tensors, job=job)
+        received = messages.read_update(head, tensors, job=job)
         if action == "train" and received.params is not job.params:
             received = replace(received, params=self._trained_model(received.params, job, head))
             if self.counts_on_trained:
@@ -139,7 +125,7 @@ class Sender:
 
     def _model(self, model: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(entries of the head that name this model, the tensors that are sent of it)."""
-        private, params = model_message(model)
+        private, params = messages.model_message(model)
         digests = self.common.digests(params)
         bases = [held for held in (*self.held.values(), self.common.home) if held.keys() <= digests.keys()]
         base = max(bases, key=lambda held: len(held.items() & digests.items()), default={})
@@ -153,9 +139,9 @@ class Sender:
             head["masked"] = True
             body, top = split_body_and_head(tensors)
             if body:
-                tensors = {**top, _VALUES: as_tensor(encode_values(split_body_and_head(params)[0], mask))}
+                tensors = {**top, _VALUES: messages.as_tensor(encode_values(split_body_and_head(params)[0], mask))}
             if not self.has_mask:
-                tensors[_MASK] = as_tensor(encode_mask(mask))
+                tensors[_MASK] = messages.as_tensor(encode_mask(mask))
                 self.has_mask = True
         return head, tensors
 
@@ -166,9 +152,13 @@ class Sender:
             heads = {key: tensor.clone() for key, tensor in params.items() if key != _VALUES}
             if self.common.mask is None or not heads.keys() <= top.keys():
                 raise ProtocolError("values under a mask came where there is none; install the same atlas-fl")
-            return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top, **heads}
+            return {
+                **decode_values(messages.as_bytes(params[_VALUES]), self.common.mask, body, into=body),
+                **top,
+                **heads,
+            }
         if self.common.compressed:
-            params = decompress(params, job.params)
+            params = compression.decompress(params, job.params)
         untrained = set() if head.get("private") is not None else _untrained_keys(job)
         if came := sorted(untrained & params.keys()):
             raise ProtocolError(
@@ -192,7 +182,7 @@ class Receiver:
 
     home: Params = field(default_factory=dict)
     """The weights of the files of a whole model."""
-    store: PrivateParamStore | None = None
+    store: private_params.PrivateParamStore | None = None
     """Keeps what a client does not share."""
     keeps_trained: bool = True
     """The last model trained here is held too, whose scores a server may ask for."""
@@ -202,21 +192,21 @@ class Receiver:
     """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     held: dict[str, Params] = field(default_factory=dict)
     """The last model that came and the last one trained here; of both what is shared."""
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     _cache: DigestCache = field(default_factory=DigestCache)
-    _opened: tuple[Params, PrivateRef | None] = ({}, None)
+    _opened: tuple[Params, messages.PrivateRef | None] = ({}, None)
     """The part of the newest job's model that came, and the name of the rest."""
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, messages.CutInfo | None]:
         """(action, job, cut info) of a message; raises `ProtocolError` for one that is none.
 
         Raises `ModelError` where the part of the model that stays here is lost.
         """
-        model, sent = read_sent(tensors)
+        model, sent = messages.read_sent(tensors)
         params = self._model(head, model)
-        action, job, cut_info = read_job(head, params, client=client)
+        action, job, cut_info = messages.read_job(head, params, client=client)
         if self.store is not None:
-            self._opened = params, read_private(head)
+            self._opened = params, messages.read_private(head)
             job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
         if action == "train" and self.mask is not None:
             heads = {key: tensor for key, tensor in params.items() if key not in self.mask}
@@ -234,17 +224,17 @@ class Receiver:
             if self.keeps_trained:
                 self.held["trained"] = update.params
             update = replace(update, params=self._trained_part(update.params, job))
-        head, tensors = update_message(update, job, number=number)
+        head, tensors = messages.update_message(update, job, number=number)
         return {**head, **private}, tensors
 
     def _trained_part(self, params: Params, job: Job) -> Params:
         """The tensors of a trained model that the server has not."""
         if self.mask is not None:
             body, top = split_body_and_head(params)
-            return {_VALUES: as_tensor(encode_values(body, self.mask)), **(top if self.trains_heads else {})}
+            return {_VALUES: messages.as_tensor(encode_values(body, self.mask)), **(top if self.trains_heads else {})}
         untrained = _untrained_keys(job) if params.keys() == job.params.keys() else set()
         trained = {key: tensor for key, tensor in params.items() if key not in untrained}
-        return compress(trained, job.params) if self.compresses else trained
+        return compression.compress(trained, job.params) if self.compresses else trained
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run; empty where there is none."""
@@ -253,7 +243,7 @@ class Receiver:
         model = self._model(head, tensors)
         if self.store is None:
             return model
-        private = read_private(head)
+        private = messages.read_private(head)
         whole = self.store.whole(model, private, cut=None, round=0)
         self.store.end(private)
         return whole
@@ -266,7 +256,7 @@ class Receiver:
     def _model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The model that a message names, from the tensors that came with it and those that are here."""
         if head.get("masked") is True and _MASK in tensors:
-            self.mask = decode_mask(as_bytes(tensors[_MASK]), self.home)
+            self.mask = decode_mask(messages.as_bytes(tensors[_MASK]), self.home)
         if (head.get("masked") is True) is (self.mask is None):
             raise ProtocolError("the server's mask is not here; install its version of atlas-fl")
         base = {key: own for key, own in self._held_model(head.get("base")).items() if key not in tensors}
@@ -276,7 +266,7 @@ class Receiver:
         came = {key: own.clone() for key, own in tensors.items() if key not in (_MASK, _VALUES)}
         if self.mask is not None and _VALUES in tensors:
             base = split_body_and_head(base)[1]
-            came |= decode_values(as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
+            came |= decode_values(messages.as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
         params = {**base, **came}
         if model_name(self._cache.digests(params)) != head.get("model"):
             raise ProtocolError("a model came with another digest than the server named; the message was altered")

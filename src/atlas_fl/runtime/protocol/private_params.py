@@ -24,9 +24,7 @@ from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
 from atlas_fl.runtime.protocol.messages import PrivateRef
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.folder_access import DRAFT, is_inner_file
-from atlas_fl.storage.jsonl import read_sealed, write_sealed
-from atlas_fl.storage.tensors import read_tensors, write_tensors
+from atlas_fl.storage import folder_access, jsonl, tensors
 
 MARK = "vault.json"
 NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
@@ -90,14 +88,14 @@ def clear_store(folder: Path, owner: Owner) -> str:
 def _read_mark(folder: Path) -> dict[str, Any]:
     """The content of the mark; empty where there is none."""
     path = folder / MARK
-    return read_sealed(path) if path.exists() else {}
+    return jsonl.read_sealed(path) if path.exists() else {}
 
 
 def _is_own(path: Path) -> bool:
     """Return whether a store has written this: a file of its names, and no link."""
-    draft = DRAFT.fullmatch(path.name)
+    draft = folder_access.DRAFT.fullmatch(path.name)
     name = path.name if draft is None else draft.group(1)
-    return _FILE.fullmatch(name) is not None and is_inner_file(path)
+    return _FILE.fullmatch(name) is not None and folder_access.is_inner_file(path)
 
 
 def _strange(folder: Path) -> list[str]:
@@ -170,21 +168,21 @@ class PrivateParamStore:
     def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
         if mark := _read_mark(self.folder):
-            write_sealed(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
+            jsonl.write_sealed(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
 
     def _keep(self, params: Params, round: int) -> str:
         sha256 = digest(params)
         if not (self.folder / MARK).exists():
-            write_sealed(self.folder / MARK, asdict(self.owner))
+            jsonl.write_sealed(self.folder / MARK, asdict(self.owner))
         if not self._file(sha256).exists():
-            write_tensors(self._file(sha256), params)
+            tensors.write_tensors(self._file(sha256), params)
         self._record(sha256, round, newest=sha256)
         return sha256
 
     def _read(self, sha256: str) -> Params:
         path = self._file(sha256)
         try:
-            params = read_tensors(path)
+            params = tensors.read_tensors(path)
             if digest(params) != sha256:
                 raise CheckpointError(f"damaged file {path}: it holds other values than its name says")
         except CheckpointError as error:
@@ -209,7 +207,7 @@ class PrivateParamStore:
             if path.stem in rounds.keys() - kept.keys() and _is_own(path):
                 path.unlink()
         if (after := {**mark, ROUNDS: kept}) != before:
-            write_sealed(self.folder / MARK, after)
+            jsonl.write_sealed(self.folder / MARK, after)
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"

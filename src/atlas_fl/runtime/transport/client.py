@@ -20,20 +20,7 @@ import grpc
 from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.events import OnEvent
 from atlas_fl.params import Params
-from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
-from atlas_fl.runtime.transport.event_loop import LoopThread, keep_freed_memory
-from atlas_fl.runtime.transport.frames import (
-    FRAME_LIMIT,
-    HEAD_LIMIT,
-    Frame,
-    Head,
-    decode_frame,
-    join_chunks,
-    make_frame,
-    split_frame,
-)
-from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options, target
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
+from atlas_fl.runtime.transport import certificates, event_loop, frames, server, sessions
 
 SECONDS = 10.0
 """Longest wait of each step."""
@@ -49,7 +36,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def probe(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> str | None:
+def probe(host: str, port: int, certs: certificates.Certs, context: ssl.SSLContext) -> str | None:
     """None where the server is there and takes this certificate; else why it may be worth trying again.
 
     Raises `ProtocolError` for what no second try mends: a host that nobody knows, and a certificate that either end
@@ -62,7 +49,7 @@ def probe(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> str | 
     raise ProtocolError(_refusal(host, port, certs, CLOSED))
 
 
-def _handshake(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> str | None:
+def _handshake(host: str, port: int, certs: certificates.Certs, context: ssl.SSLContext) -> str | None:
     try:
         with (
             socket.create_connection((host, port), timeout=SECONDS) as plain,
@@ -89,11 +76,11 @@ def _handshake(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> s
         return _words(error)
 
 
-def _context(certs: Certs) -> ssl.SSLContext:
+def _context(certs: certificates.Certs) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=certs.ca.decode())
     try:
-        context.load_cert_chain(certs.folder / CERT, certs.folder / KEY)
+        context.load_cert_chain(certs.folder / certificates.CERT, certs.folder / certificates.KEY)
     except OSError as error:
         raise ConfigError(
             f"{certs.folder} cannot be read ({_words(error)}); give a folder of `atlas certs make`"
@@ -106,10 +93,10 @@ def _words(error: OSError) -> str:
     return str(error.strerror or error)
 
 
-def _refusal(host: str, port: int, certs: Certs, reason: str) -> str:
+def _refusal(host: str, port: int, certs: certificates.Certs, reason: str) -> str:
     return (
-        f"the server at {host}:{port} refuses the certificate {certs.folder / CERT} ({reason}); it must be made by the"
-        " server's own authority and not be expired: ask for a new folder of `atlas certs make`"
+        f"the server at {host}:{port} refuses the certificate {certs.folder / certificates.CERT} ({reason}); it must be"
+        " made by the server's own authority and not be expired: ask for a new folder of `atlas certs make`"
     )
 
 
@@ -124,7 +111,7 @@ async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, 
 READY_SECONDS = 90.0
 """Longest wait for a welcome: a server first makes sure that the former session of this name is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-WELCOME_LIMIT = HEAD_LIMIT + 2**10
+WELCOME_LIMIT = frames.HEAD_LIMIT + 2**10
 """Most bytes of a server's welcome, which has no tensors."""
 
 
@@ -137,9 +124,9 @@ class Link:
     """One session with a server; used as a context, from one thread."""
 
     address: str
-    certs: Certs
+    certs: certificates.Certs
     _: KW_ONLY
-    hello: Callable[[], Head]
+    hello: Callable[[], frames.Head]
     """Says what this end is, whenever a stream begins."""
     patience: float
     """Seconds for which a server that does not answer is tried again."""
@@ -151,7 +138,7 @@ class Link:
     sent_bytes: int = 0
     received_bytes: int = 0
     """Bytes of all frames."""
-    answer_limit: int = FRAME_LIMIT
+    answer_limit: int = frames.FRAME_LIMIT
     """Most bytes of an answer."""
     _request_limit: int = 0
     """Most bytes of a request, as the server's welcome says."""
@@ -166,10 +153,10 @@ class Link:
         self._context = _context(self.certs)
         self._left = self.first_patience
         self._session = secrets.token_hex(16)
-        self._bridge = LoopThread(on_event=self.on_event)
+        self._bridge = event_loop.LoopThread(on_event=self.on_event)
 
     def __enter__(self) -> "Link":
-        keep_freed_memory()
+        event_loop.keep_freed_memory()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._bridge)
             stack.callback(lambda: self._bridge.wait(self._drop))
@@ -180,27 +167,27 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+    def exchange(self, head: frames.Head, tensors: Params = sessions.NO_TENSORS) -> sessions.Message:
         """The server's answer, through as many streams as it takes.
 
         Raises `ProtocolError` where the server refuses, or would refuse what is too long, and `UnreachableError` where
         it is not reached within the patience.
         """
         number = self._number + 1
-        frame = make_frame({"sequence": number, "body": head}, tensors, limit=self._request_limit)
+        frame = frames.make_frame({"sequence": number, "body": head}, tensors, limit=self._request_limit)
         self._number = number
         payload = self._bridge.call(self._exchange, frame)
         self.sent_bytes += len(frame)
         self.received_bytes += len(payload)
-        return read_answer(payload, number=number, limit=self.answer_limit)
+        return sessions.read_answer(payload, number=number, limit=self.answer_limit)
 
-    async def _exchange(self, frame: Frame) -> bytearray:
+    async def _exchange(self, frame: frames.Frame) -> bytearray:
         while True:
             call = await self._open_stream()
             try:
-                for chunk in split_frame(frame):
+                for chunk in frames.split_frame(frame):
                     await call.write(chunk)
-                payload = await join_chunks(call.read, limit=self.answer_limit)
+                payload = await frames.join_chunks(call.read, limit=self.answer_limit)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._handle_disconnect(*await _status(call, error))
                 continue
@@ -257,18 +244,18 @@ class Link:
         certs = self.certs
         credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
         # Its own connection and no proxy of the environment: the probe has just gone this very way.
-        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        channel = grpc.aio.secure_channel(target(self._host, self._port), credentials, options=options)
+        options = [*server.channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        channel = grpc.aio.secure_channel(server.target(self._host, self._port), credentials, options=options)
         try:
             # Without a timeout this never ends where a certificate is refused.
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
-            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-            hello = {"session": self._session, "protocol": PROTOCOL, **self.hello()}
-            await call.write(bytes(make_frame(hello, {})))
-            payload = await asyncio.wait_for(join_chunks(call.read, limit=WELCOME_LIMIT), READY_SECONDS)
+            call = channel.stream_stream(f"/{server.SERVICE}/{server.METHOD}")()
+            hello = {"session": self._session, "protocol": sessions.PROTOCOL, **self.hello()}
+            await call.write(bytes(frames.make_frame(hello, {})))
+            payload = await asyncio.wait_for(frames.join_chunks(call.read, limit=WELCOME_LIMIT), READY_SECONDS)
             if payload is None:
                 return "the stream ended at once"
-            head, _ = decode_frame(payload)
+            head, _ = frames.decode_frame(payload)
             welcome = head.get("welcome")
             limit = head.get("limit")
             if not isinstance(welcome, dict) or type(limit) is not int:

@@ -10,18 +10,8 @@ from typing import Any
 import grpc
 
 from atlas_fl.errors import ConfigError, ProtocolError, one_line
+from atlas_fl.runtime.transport import connections, event_loop, frames
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
-from atlas_fl.runtime.transport.connections import (
-    Peer,
-    Waiting,
-    end_connection,
-    most_connections,
-    most_waiting,
-    peer_of,
-    raise_descriptor_limit,
-)
-from atlas_fl.runtime.transport.event_loop import keep_freed_memory
-from atlas_fl.runtime.transport.frames import CHUNK, FRAME_LIMIT, Frame, FrameTooLongError, join_chunks, split_frame
 from atlas_fl.runtime.transport.sessions import HereAlreadyError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
@@ -53,7 +43,7 @@ class Limits:
     """Looks for each piece of a frame, of at most 1 MiB, either way."""
     streams: int = 4
     """Streams of one client: its own, one that hangs, and those that try to take its place."""
-    unfinished_bytes: int = 16 * FRAME_LIMIT
+    unfinished_bytes: int = 16 * frames.FRAME_LIMIT
     """Bytes of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
     piece."""
     ping_seconds: float = PING_SECONDS
@@ -74,8 +64,8 @@ LIMITS = Limits()
 def channel_options(*, ping: float = PING_SECONDS, answer: float = ANSWER_SECONDS) -> list[tuple[str, int]]:
     """The options that both ends set; gRPC pings the other end, and ends the streams of one that does not answer."""
     return [
-        ("grpc.max_receive_message_length", CHUNK),
-        ("grpc.max_send_message_length", CHUNK),
+        ("grpc.max_receive_message_length", frames.CHUNK),
+        ("grpc.max_send_message_length", frames.CHUNK),
         ("grpc.keepalive_time_ms", int(ping * 1000)),
         ("grpc.keepalive_timeout_ms", int(answer * 1000)),
         ("grpc.http2.ping_timeout_ms", int(answer * 1000)),
@@ -102,7 +92,7 @@ class Server:
         )
         self._streams = Counter[str]()
         self._visits: set[Visit] = set()
-        self._admitted = Counter[Peer]()
+        self._admitted = Counter[connections.Peer]()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,8 +102,8 @@ class Server:
         Raises `ConfigError` where the port is taken or the address is not this machine's.
         """
         check_free(self._host, self._port)
-        keep_freed_memory()
-        descriptors = raise_descriptor_limit()
+        event_loop.keep_freed_memory()
+        descriptors = connections.raise_descriptor_limit()
         limits = self._limits
         options = [
             *channel_options(ping=limits.ping_seconds, answer=limits.answer_seconds),
@@ -122,7 +112,7 @@ class Server:
             ("grpc.max_concurrent_streams", limits.streams),
             ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
             ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
-            ("grpc.max_allowed_incoming_connections", most_connections(descriptors)),
+            ("grpc.max_allowed_incoming_connections", connections.most_connections(descriptors)),
         ]
         server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
@@ -136,7 +126,7 @@ class Server:
         await server.start()
         self._server = server
         self._port = port
-        waiting = Waiting(port=port, most=most_waiting(descriptors), admitted=self._admitted)
+        waiting = connections.Waiting(port=port, most=connections.most_waiting(descriptors), admitted=self._admitted)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._sweep(waiting))]
         return port
 
@@ -147,7 +137,7 @@ class Server:
                 visit.look()
             self._sessions.look()
 
-    async def _sweep(self, waiting: Waiting) -> None:
+    async def _sweep(self, waiting: connections.Waiting) -> None:
         while True:
             await asyncio.sleep(self._limits.sweep_seconds)
             waiting.look()
@@ -213,7 +203,7 @@ class Server:
                 await self._serve_requests(session, certificate, visit)
             finally:
                 self._sessions.leave(session, stream)
-        except FrameTooLongError:
+        except frames.FrameTooLongError:
             self._penalties.add(name)
             raise
         finally:
@@ -224,7 +214,7 @@ class Server:
             self._sessions.check_listed(session.name, certificate)
             await visit.write(await self._sessions.handle(session, request))
 
-    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
+    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, frames.Frame]:
         """Enter as `Sessions.enter` does, once it is known whether a session of this name lives."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
@@ -244,7 +234,7 @@ class Visit:
         self.context = context
         self._limits = limits
         self._unfinished = unfinished
-        self.peer = peer_of(context.peer())
+        self.peer = connections.peer_of(context.peer())
         self._looks_left: int | None = None
         self.clock = asyncio.timeout(None)
         self.reason = ""
@@ -286,7 +276,7 @@ class Visit:
             return piece
 
         try:
-            return await join_chunks(read, limit=limit)
+            return await frames.join_chunks(read, limit=limit)
         finally:
             sizes.pop(self, None)
             self._looks_left = None
@@ -302,15 +292,15 @@ class Visit:
             async with asyncio.timeout(LOOK_AGAIN_SECONDS):
                 piece = await self.context.read()
             if piece is not grpc.aio.EOF:
-                end_connection(port, self.peer)
+                connections.end_connection(port, self.peer)
                 async with asyncio.timeout(PING_SECONDS):
                     while await self.context.read() is not grpc.aio.EOF:
                         pass
         await self.context.abort(code, reason)
 
-    async def write(self, frame: Frame) -> None:
+    async def write(self, frame: frames.Frame) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
-        for chunk in split_frame(frame):
+        for chunk in frames.split_frame(frame):
             self._looks_left = self._limits.piece_looks
             await self.context.write(chunk)
         self._looks_left = None
