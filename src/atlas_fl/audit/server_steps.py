@@ -369,6 +369,7 @@ class ExactAverage(Averaging):
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
+        del plan, client
         return {
             path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
         }
@@ -420,6 +421,7 @@ class ByRankOne(Averaging):
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
         """The modules of the largest rank, of which each client trains the first."""
+        del run
         state: dict[str, np.ndarray] = {"draws": np.array(0.0)}
         for client, params in models.items():
             for module in lora_modules(params):

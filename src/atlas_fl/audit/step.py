@@ -133,6 +133,7 @@ class Formula:
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The weight of each client's value in the next value of client k, at this parameter; its own by default."""
+        del key
         return step.own_row(k)
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:

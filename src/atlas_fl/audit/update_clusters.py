@@ -125,6 +125,7 @@ class TreeWithOutside(Tree):
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The adapter of everybody outside."""
+        del plan
         start = f"outside/{client}/"
         return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
 

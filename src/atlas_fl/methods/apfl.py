@@ -30,6 +30,7 @@ class Apfl(SecondModel):
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
         """a v + (1 - a) w."""
+        del gate
         share = own[WEIGHT]
         return {key: value + (1 - share) * (shared[key] - value) for key, value in own.items() if key != WEIGHT}
 

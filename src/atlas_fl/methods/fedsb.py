@@ -65,6 +65,7 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """A gradient of the shape of each adapted layer."""
+        del classes
         return {
             m: ReportTensor(shape=(len(model[m + LORA_B]), model[m + LORA_A].shape[1])) for m in lora_modules(model)
         }

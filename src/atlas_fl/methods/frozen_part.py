@@ -118,6 +118,7 @@ class WithFrozenPart(Averaging):
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
+        del client
         return tensors(subtree(server_state, RESIDUAL))
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:

@@ -255,6 +255,7 @@ class FromHalves(FromStart):
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """Two models."""
+        del classes
         return {
             name: ReportTensor(
                 shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT
@@ -296,10 +297,12 @@ class FromHalves(FromStart):
 
     def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The rows of clients with these inner products of halves and numbers of examples."""
+        del gram, examples
         raise ConfigError(f"method {self.name!r} has no rows from halves; define predict_rows")
 
     def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
         """The rows of those who are not measured."""
+        del is_measured
         return np.asarray(self.arrival(step))
 
     def _measured_rows(

@@ -49,6 +49,7 @@ class Merging(ByCohort):
 
     def merge(self, changes: Changes, *, round: int, name: str) -> Tensor:
         """The merged change of the tensor or module of this name; by default the average."""
+        del round, name
         return sum((share * change for _, share, change in changes), torch.zeros(()))
 
     def next_values(self, inputs: StepInputs) -> NextValue:
@@ -76,6 +77,7 @@ class Ties(Merging):
 
     def merge(self, changes: Changes, *, round: int, name: str) -> Tensor:
         """The disjoint mean of the trimmed changes; summed by sign, so that those of one client are held at a time."""
+        del round, name
         sums = shares = torch.zeros(())
         for _, share, change in changes:
             kept = trim(change, self.ties_density)

@@ -147,18 +147,22 @@ class Part:
 
     def send(self, round: RoundStart) -> TreesByClient:
         """Tensors that go down beside the models, by kind and client."""
+        del round
         return {}
 
     def keep(self, round: RoundStart) -> TreesByClient:
         """Tensors that clients begin the round with from what they kept, by kind and client; they do not travel."""
+        del round
         return {}
 
     def own_training(self, round: RoundStart) -> OwnTraining | None:
         """A second training of every client beside that of the shared model."""
+        del round
         return None
 
     def predict(self, round: RoundStart) -> ByClient:
         """Models that clients predict with where these are not their own; `round` is the state that they do it in."""
+        del round
         return {}
 
 
@@ -273,6 +277,7 @@ class Method(Part):
 
         `seconds` are what the plan predicts for a round of each client, `rounds` how many the run has.
         """
+        del round, rounds
         return tuple(drawn), max((seconds[name] for name in drawn), default=0.0)
 
     # what the server makes of updates
@@ -283,10 +288,12 @@ class Method(Part):
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""
+        del client_models
         return {}
 
     def extend_state(self, server_state: ServerState, newcomers: ByClient) -> ServerState:
         """The server state with an entry for each of these newcomers, from the models that they begin with."""
+        del newcomers
         return server_state
 
     def check(self, models: ByClient, federation: Federation) -> None:
@@ -311,10 +318,12 @@ class Method(Part):
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
         """Warnings before a run with these clients."""
+        del federation
         return ()
 
     def rule(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """M (n, n), row-stochastic, for one group of parameters."""
+        del step
         raise ConfigError(
             f"method {self.name!r} has no rule; define it, or aggregate and arrival (rows of newcomers), or set"
             " takes_newcomers = False"
@@ -373,6 +382,7 @@ class Method(Part):
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step after the mixing, where there is more to it."""
+        del inputs
         return done
 
     def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray | Rows]:
@@ -399,12 +409,14 @@ class Method(Part):
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
         """Other models for clients to begin the round with, by their losses; None where they begin with their own."""
+        del round, losses
         return None
 
     # reports
 
     def reports_in(self, round: int) -> bool:
         """Return whether clients may be asked for a report in this round, where it ends in an aggregation."""
+        del round
         return self.report != "none"
 
     def ask(self, round: RoundStart) -> Collection[str]:
@@ -414,16 +426,19 @@ class Method(Part):
     @classmethod
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """The report of each client; it runs where the client's examples are."""
+        del report
         raise ConfigError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it; define measure")
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """The tensors of a report of a client with this model, by name; by default any one number `value`."""
+        del model, classes
         return {"value": ReportTensor(shape=())}
 
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
         """Fault of the values of a report of a client with these training examples by class; empty without one."""
+        del report, counts
         return ""
 
     @classmethod
@@ -432,30 +447,36 @@ class Method(Part):
 
         `labels` are of the training examples; `most` of them train in a round.
         """
+        del most
         return {"a report": len(labels)}
 
     def sent_tensors(self, model: Params, *, classes: int, round: int) -> Mapping[str, Mapping[str, ReportTensor]]:
         """The tensors that may go down beside this model in this round, by kind and name, for sites to check."""
+        del model, classes, round
         return {}
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The server state with what these clients have reported."""
+        del reports
         return server_state
 
     def measured(
         self, before: ServerState, after: ServerState, federation: Federation, matrices: rules.Matrices
     ) -> tuple[Any, ...]:
         """Rows on what the reports of this round have shown, for the record of the round."""
+        del before, after, federation, matrices
         return ()
 
     # a part that clients hold frozen
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Part that this client holds frozen beside its adapter; of most methods everyone holds the same."""
+        del server_state, client
         return {}
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """Addition of the newest round to it."""
+        del server_state, client
         return {}
 
 

@@ -145,6 +145,7 @@ class Median(Robust, ByCohort):
 
     def next_values(self, inputs: StepInputs) -> NextValue:
         """The middle of what was trained, value by value."""
+        del inputs
         return lambda cohort, _, values: self.middle(torch.stack([values.trained({k: 1.0}) for k in cohort.weights]))
 
     def initial_models(

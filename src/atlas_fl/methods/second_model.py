@@ -57,6 +57,7 @@ class SecondModel(Part):
 
         With a `gate` (`initial_gate`) what is stacked is weighed by the input, and the gate is among the tensors.
         """
+        del shared, gate
         return own
 
     def after_step(self, leaves: Mapping[str, Tensor]) -> None:

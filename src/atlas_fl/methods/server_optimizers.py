@@ -187,6 +187,7 @@ class ByCohort(Method):
 
     def next_values(self, inputs: StepInputs) -> NextValue:
         """The step of a value in this round; by default to the average of what was trained."""
+        del inputs
         return lambda cohort, _name, values: values.trained(cohort.weights)
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:

@@ -53,4 +53,5 @@ class SimilarityTests(FromHalves):
 
     def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
         """The rows m_k; numbers of examples count by the noise alone."""
+        del examples
         return neighbour_rows(*measure(gram), zeta=self.stb_zeta, c=self.stb_c)
