@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from atlas_fl.methods.fedbuff import arrivals
+from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.registry import find_method
 from tests.aggregation.federations import federation_of, server_step
 
@@ -39,6 +40,21 @@ def test_all_take_part_in_the_last_round():
     last = method.schedule(tuple(SECONDS), round=4, rounds=4, seconds=SECONDS)
     assert first == (("a",), 1.0)
     assert last == (("a", "b", "c"), 10.0)
+
+
+def test_an_update_is_of_the_round_in_which_its_client_began():
+    # a arrives at 1, 2, 3, 4 and 5, b at 2.5
+    method, fed = find_method("fedavg_by_arrival", buffer=1), federation_of("ab")
+    state, current, begun = {}, models(a=0.0, b=0.0), []
+    for number in range(1, 7):
+        clients, _ = method.schedule(("a", "b"), round=number, rounds=9, seconds={"a": 1.0, "b": 2.5})
+        start = RoundStart(
+            round=number, clients=clients, tasks={}, client_models=current, server_models=current, server_state=state
+        )
+        begun.append({client: method.began(start, client) for client in clients})
+        done = server_step(method, state, current, models(**dict.fromkeys(clients, 1.0)), fed, round=number)
+        state, current = done.server_state, done.client_models
+    assert begun == [{"a": 1}, {"a": 2}, {"b": 1}, {"a": 3}, {"a": 5}, {"a": 6}]
 
 
 def test_two_steps_by_hand():

@@ -326,7 +326,7 @@ def one_round(
         Job(
             client=name,
             params=start.client_models[name],
-            round=start.round,
+            round=method.began(start, name),
             options=replace(options, report=method.report) if name in asked else options,
             cut=cuts.get(name),
             mask=planned.mask,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
 from atlas_fl.params import ServerState, params_by_client
 from atlas_fl.ranges import Range
@@ -76,6 +76,11 @@ class FedAvgByArrival(ByCohort):
         if round < rounds:
             return arrivals(running, buffer=self.buffer, steps=round)
         return super().schedule(drawn, round=round, rounds=rounds, seconds=seconds)
+
+    def began(self, round: RoundStart, client: str) -> int:
+        """The round after the step from whose model the client has trained."""
+        late = 0.0 if round.is_personal else self.staleness(round.server_state, client, round.round)
+        return round.round - int(late)
 
     def staleness(self, state: ServerState, client: str, round: int) -> float:
         """The steps of the server since this client began."""

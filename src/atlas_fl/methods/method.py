@@ -280,6 +280,11 @@ class Method(Part):
         del round, rounds
         return tuple(drawn), max((seconds[name] for name in drawn), default=0.0)
 
+    def began(self, round: RoundStart, client: str) -> int:
+        """The round in which this client began to train what it sends in this one; by default this one."""
+        del client
+        return round.round
+
     # what the server makes of updates
 
     def begin(self, client_models: ByClient) -> ByClient:
