@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs, Wait
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
 from atlas_fl.params import ServerState, params_by_client
 from atlas_fl.ranges import Range
@@ -82,7 +82,6 @@ class FedAvgByArrival(ByCohort):
     equal_ranks = True
     in_factors = True
     takes_newcomers = False
-    across_machines: ClassVar[str] = "its clock is that of the devices' profiles"
     fixed: ClassVar = {"space": "factors", "within": "all"}
 
     def schedule(
@@ -95,6 +94,15 @@ class FedAvgByArrival(ByCohort):
         if self.round_percentile:
             return in_time(running, percentile=self.round_percentile, step=round)
         return arrivals(running, buffer=self.buffer, steps=round)
+
+    def wait(self, *, round: int, rounds: int, seconds: Mapping[str, float]) -> Wait | None:
+        """The updates that fill the buffer, or the seconds of a step on a real clock; all in the last."""
+        if round >= rounds:
+            return None if round > rounds else Wait(updates=len(seconds))
+        if self.round_percentile:
+            _, length = in_time(seconds, percentile=self.round_percentile, step=round)
+            return Wait(updates=1, seconds=length)
+        return Wait(updates=self.buffer)
 
     def began(self, round: RoundStart, client: str) -> int:
         """The round after the step from whose model the client has trained."""
