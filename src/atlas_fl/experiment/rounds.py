@@ -27,6 +27,7 @@ from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
+from atlas_fl.config.schema import parse_seconds
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.late_join import add_late_clients
@@ -252,7 +253,8 @@ def round_start(
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
     clients = tuple(name for name in drawn if name in assembly.names)
     method, rounds = strategy_of(config), last_aggregation(config)
-    seconds = {client.name: client.predicted["seconds"] for client in planned.plan.clients}
+    given = parse_seconds(config.data.client_seconds)
+    seconds = {one.name: given.get(one.name, one.predicted["seconds"]) for one in planned.plan.clients}
     wait = method.wait(round=number, rounds=rounds, seconds=seconds) if is_served else None
     length = 0.0
     if wait is None:
