@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.methods.fedbuff import arrivals
+from atlas_fl.methods.fedbuff import arrivals, in_time
+from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.registry import find_method
 from tests.aggregation.federations import federation_of, server_step
 
@@ -33,12 +34,48 @@ def test_a_slow_client_arrives_in_the_end():
     assert ("c",) in [clients for clients, _ in steps]
 
 
-def test_all_take_part_in_the_last_round():
-    method = find_method("fedavg_by_arrival", buffer=1)
+@pytest.mark.parametrize("knob", [{"buffer": 1}, {"round_percentile": 1}])
+def test_all_take_part_in_the_last_round(knob):
+    method = find_method("fedavg_by_arrival", **knob)
     first = method.schedule(tuple(SECONDS), round=1, rounds=4, seconds=SECONDS)
     last = method.schedule(tuple(SECONDS), round=4, rounds=4, seconds=SECONDS)
     assert first == (("a",), 1.0)
     assert last == (("a", "b", "c"), 10.0)
+
+
+def test_steps_of_equal_length_by_hand():
+    # two of three are there within 2.5 seconds, and c is in every fourth step; all are there within 10
+    steps = [in_time(SECONDS, percentile=60, step=step) for step in range(1, 9)]
+    assert steps == [((*"ab", *"c"[step % 4 :]), 2.5) for step in (1, 2, 3, 0) * 2]
+    assert in_time(SECONDS, percentile=100, step=1) == (("a", "b", "c"), 10.0)
+    assert in_time(SECONDS, percentile=0.1, step=3) == (("a", "b"), 1.0), "b is there at 2.5 of seconds 2 to 3"
+
+
+@pytest.mark.parametrize(
+    ("knob", "expected", "late"),
+    [
+        # a arrives at 1, 2, 3, 4 and 5, b at 2.5
+        ({"buffer": 1}, [{"a": 1}, {"a": 2}, {"b": 1}, {"a": 3}, {"a": 5}, {"a": 6}], [0.0]),
+        (
+            {"round_percentile": 50},
+            [{"a": 1}, {"a": 2}, {"a": 3, "b": 1}, {"a": 4}, {"a": 5}, {"a": 6, "b": 4}],
+            [0, 2],
+        ),
+    ],
+)
+def test_an_update_is_of_the_round_in_which_its_client_began(knob, expected, late):
+    method, fed = find_method("fedavg_by_arrival", **knob), federation_of("ab")
+    state, current, begun = {}, models(a=0.0, b=0.0), []
+    for number in range(1, 7):
+        clients, _ = method.schedule(("a", "b"), round=number, rounds=9, seconds={"a": 1.0, "b": 2.5})
+        start = RoundStart(
+            round=number, clients=clients, tasks={}, client_models=current, server_models=current, server_state=state
+        )
+        begun.append({client: method.began(start, client) for client in clients})
+        found = [method.staleness(state, client, number) for client in clients]
+        done = server_step(method, state, current, models(**dict.fromkeys(clients, 1.0)), fed, round=number)
+        state, current = done.server_state, done.client_models
+    assert begun == expected and found == late
 
 
 def test_two_steps_by_hand():
@@ -51,8 +88,8 @@ def test_two_steps_by_hand():
     assert float(late.client_models["a"]["head.bias"]) == 5.0, "a goes on with what it has"
 
 
-@pytest.mark.parametrize("buffer", [1, 2, 3])
-def test_many_steps_are_those_of_a_simulation_by_events(buffer):
+@pytest.mark.parametrize("knob", [{"buffer": 1}, {"buffer": 2}, {"buffer": 3}, {"round_percentile": 60}])
+def test_many_steps_are_those_of_a_simulation_by_events(knob):
     """The algorithm with a queue of its own, as its authors state it: clients that ask, train, send, and ask again."""
     targets, eta, rounds = {"a": 1.0, "b": -2.0, "c": 4.0}, 0.7, 9
 
@@ -63,8 +100,12 @@ def test_many_steps_are_those_of_a_simulation_by_events(buffer):
     held = dict.fromkeys(targets, (x, version))
     due, expected = dict(SECONDS), []
     while len(expected) < rounds:
-        arrived = sorted(due, key=lambda client: (due[client], client))[:buffer]
-        now = max(due[client] for client in arrived)
+        if "buffer" in knob:
+            arrived = sorted(due, key=lambda client: (due[client], client))[: knob["buffer"]]
+            now = max(due[client] for client in arrived)
+        else:  # the second of three
+            now = SECONDS["b"] * (version + 1)
+            arrived = [client for client in due if due[client] <= now]
         x += eta * np.mean(
             [(train(one, held[one][0]) - held[one][0]) / (1 + version - held[one][1]) ** 0.5 for one in arrived]
         )
@@ -73,7 +114,7 @@ def test_many_steps_are_those_of_a_simulation_by_events(buffer):
             held[client], due[client] = (x, version), now + SECONDS[client]
         expected.append(x)
 
-    method, fed = find_method("fedavg_by_arrival", buffer=buffer, buffer_lr=eta), federation_of("abc")
+    method, fed = find_method("fedavg_by_arrival", buffer_lr=eta, **knob), federation_of("abc")
     state, current, found = {}, models(a=0.0, b=0.0, c=0.0), []
     for number in range(1, rounds + 1):
         clients, _ = method.schedule(tuple(targets), round=number, rounds=rounds + 1, seconds=SECONDS)

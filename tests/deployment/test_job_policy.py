@@ -103,6 +103,25 @@ def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
         site._check_rounds(Job(client="a", params=MODEL, round=11, options=TrainOptions(seed=0)))
 
 
+def test_a_job_of_an_earlier_round_is_held_to_what_every_job_is() -> None:
+    """A late site trains in a round that is past; a server gains no further look at its examples by it."""
+    site = policy(validate(with_values(Config(), {"strategy": "fedbuff", "ranks": "4", "rounds": 9})))
+    options = train_options(site.config, with_images=False)
+
+    def ask(round: int, *, move: float) -> None:
+        job = Job(client="a", params={**MODEL, "q.lora_B": MODEL["q.lora_B"] + move}, round=round, options=options)
+        site._check_action("train", job)
+        site.check_model("train", job)
+        site._check_rounds(job)
+
+    for round, move in ((5, 0.01), (2, 0.02), (2, 0.03), (2, 0.03)):
+        ask(round, move=move)
+    with pytest.raises(ProtocolError, match="train of round 2 with 3 different models; allowed: 2 a round"):
+        ask(2, move=0.04)
+    with pytest.raises(ProtocolError, match=r"train in round 10, and the settings .* say --rounds 9"):
+        ask(10, move=0.01)
+
+
 def test_under_differential_privacy_no_job_has_less_noise_or_another_look_at_the_examples() -> None:
     values = {"dp": "example", "epsilon": "3", "strategy": "fedavg", "ranks": "4", "alone": "none", "rounds": "2"}
     site = policy(validate(with_values(Config(), values)))

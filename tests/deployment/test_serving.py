@@ -32,6 +32,13 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--workers 2 is for simulations"),
         ({"engine": "ray"}, "--engine ray is for simulations"),
+        ({"strategy": "fedbuff", "split": "2"}, "--strategy fedbuff trains over several rounds, in which no server"),
+        ({"strategy": "fedbuff", "patience": 2}, "and --patience 2 compares scores of all; leave --patience 2 out"),
+        (
+            {"strategy": "fedbuff", "checkpoint_every": 2},
+            "--checkpoint-every 2 would make steps again of other arrivals",
+        ),
+        ({"strategy": "fedbuff", "recluster_every": 2}, "--recluster-every 2 would measure all at once"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:

@@ -1,6 +1,7 @@
 """What a server keeps of its clients, and without whom a run can go on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,16 +72,16 @@ def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them(
         _expected_clients(RunFolder(tmp_path), service, **how)
 
 
-def test_who_is_left_out_is_asked_nothing_and_every_other_one_is_needed() -> None:
+def test_who_is_left_out_or_trains_on_is_asked_nothing() -> None:
     engine = RemoteEngine(
-        manager=None,  # type: ignore[arg-type]
+        manager=SimpleNamespace(open_jobs={"c": None}),  # type: ignore[arg-type]
         bridge=None,  # type: ignore[arg-type]
         deadline_seconds=1,
         split_server=None,
         min_clients=0,
         excluded=frozenset(["b"]),
     )
-    assert engine.run("train", [Job(client="b", round=1, params={}, options=None)]) == []
+    assert engine.run("evaluate", [Job(client=name, round=1, params={}, options=None) for name in "bc"]) == []
 
 
 def test_settings_that_a_site_gets_have_the_servers_hash_and_not_its_places() -> None:

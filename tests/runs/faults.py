@@ -4,7 +4,9 @@ import itertools
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from atlas_fl.deployment import site
@@ -55,6 +57,20 @@ def die_before_the_checkpoint_of_round_two() -> None:
     checkpoint.save = saved
 
 
+def wait_before_training() -> None:
+    """Each training waits until a file `CLIENT-ROUND` lies in the folder, and removes it."""
+    train = site_worker.ACTIONS["train"]
+
+    def late(jobs: Any, here: Any) -> Any:
+        file = Path(f"{jobs[0].client}-{jobs[0].round}")
+        while not file.exists():
+            time.sleep(0.01)
+        file.unlink()
+        return train(jobs, here)
+
+    site_worker.ACTIONS = {**site_worker.ACTIONS, "train": late}
+
+
 FAULTS: Mapping[str, Callable[[], None]] = {
     "dies before it writes its model": lambda: setattr(site, "export_own_model", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
@@ -63,6 +79,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "dies before it ends": lambda: setattr(site, "SiteResult", die),
     "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,
     "has a full disk": fill_the_disk,
+    "waits before it trains": wait_before_training,
     "dies before it answers who has its model": lambda: die_before_the_answer(1),
     "dies before it answers the last one": lambda: die_before_the_answer(2),
 }

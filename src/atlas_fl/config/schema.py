@@ -84,7 +84,28 @@ class DataConfig:
     """Control: permute the training labels; accuracy must fall to the majority class."""
     arrive: tuple[str, ...] = ()
     """Clients that come when the run has begun: `movie-1=3` joins before round 3, placed beside the clusters that there
-    are by then; may be repeated."""
+    by then; may be repeated."""
+    client_seconds: tuple[str, ...] = ()
+    """Seconds of a client's round, in the place of those predicted for its device: `movie-1=12.5`; may be repeated."""
+
+
+def parse_seconds(words: Sequence[str]) -> Mapping[str, float]:
+    """The seconds of a round of each client that `--client-seconds` names.
+
+    >>> dict(parse_seconds(("movie-1=12.5",)))
+    {'movie-1': 12.5}
+
+    Raises:
+        ConfigError: a word is no `client=seconds` above 0, or a client stands there twice.
+    """
+    seconds: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        number = float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else 0.0
+        if not name or name in seconds or number <= 0:
+            raise invalid_value("--client-seconds", word, "client=seconds above 0 and below 10^9, each client once")
+        seconds[name] = number
+    return seconds
 
 
 def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:

@@ -27,6 +27,7 @@ from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
+from atlas_fl.config.schema import parse_seconds
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.late_join import add_late_clients
@@ -245,20 +246,25 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
-def round_start(assembly: Assembly, state: FederationState, planned: PlanResult) -> RoundStart:
+def round_start(
+    assembly: Assembly, state: FederationState, planned: PlanResult, *, is_served: bool = False
+) -> RoundStart:
     """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
-    clients, seconds = strategy_of(config).schedule(
-        tuple(name for name in drawn if name in assembly.names),
-        round=number,
-        rounds=last_aggregation(config),
-        seconds={client.name: client.predicted["seconds"] for client in planned.plan.clients},
-    )
+    clients = tuple(name for name in drawn if name in assembly.names)
+    method, rounds = strategy_of(config), last_aggregation(config)
+    given = parse_seconds(config.data.client_seconds)
+    seconds = {one.name: given.get(one.name, one.predicted["seconds"]) for one in planned.plan.clients}
+    wait = method.wait(round=number, rounds=rounds, seconds=seconds) if is_served else None
+    length = 0.0
+    if wait is None:
+        clients, length = method.schedule(clients, round=number, rounds=rounds, seconds=seconds)
     return RoundStart(
         round=number,
         clients=clients,
-        device_seconds=seconds,
+        device_seconds=length,
+        wait=wait,
         tasks={client.name: client.task.name for client in assembly.clients},
         examples={client.name: len(client.train) for client in assembly.clients},
         client_models=state.client_models,
@@ -311,7 +317,8 @@ def one_round(
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config = assembly.config
-    start, parts = round_start(assembly, state, planned), parts_of_config(config)
+    start = round_start(assembly, state, planned, is_served=isinstance(engine, RemoteEngine))
+    parts = parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     method, sent, kept = (
         strategy_of(config),
@@ -327,7 +334,7 @@ def one_round(
         Job(
             client=name,
             params=start.client_models[name],
-            round=start.round,
+            round=method.began(start, name),
             options=replace(options, report=method.report) if name in asked else options,
             cut=cuts.get(name),
             mask=planned.mask,
@@ -336,7 +343,7 @@ def one_round(
         )
         for name in start.clients
     ]
-    updates = engine.run("train", jobs)
+    updates, start = _train(engine, jobs, start)
     extra_steps = Counter[str]()
     for part in parts:
         own = part.own_training(start)  # models of their own, on the same examples
@@ -411,6 +418,16 @@ def one_round(
         compressed=config.compresses_updates and planned.mask is None,
     )
     return state.after(record), record
+
+
+def _train(engine: Engine, jobs: Sequence[Job], start: RoundStart) -> tuple[list[Update], RoundStart]:
+    """The trained models, and the round with the clients that sent them, where it does not wait for all."""
+    if start.wait is None or not isinstance(engine, RemoteEngine):
+        return engine.run("train", jobs), start
+    start_time = time.perf_counter()
+    updates = engine.first_updates(jobs, start.wait, round=start.round)
+    clients = start.clients if start.wait.updates >= len(jobs) else tuple(update.client for update in updates)
+    return updates, replace(start, clients=clients, device_seconds=time.perf_counter() - start_time)
 
 
 def _sums(

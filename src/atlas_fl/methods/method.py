@@ -34,6 +34,16 @@ Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int,
 answer for all are left out."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What the server waits for before an asynchronous step across machines; clients still at work go on."""
+
+    updates: int
+    """So many updates, with which the step is made."""
+    seconds: float = 0.0
+    """With more than 0: at least so long, and the step is made with all updates that have arrived."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundStart:
     """The federation as a round begins."""
@@ -60,6 +70,8 @@ class RoundStart:
     """The round ends in an aggregation."""
     device_seconds: float = 0.0
     """How long it takes on the devices' profiles."""
+    wait: Wait | None = None
+    """What an asynchronous step across machines waits for; None where all clients are waited for."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""
@@ -279,6 +291,16 @@ class Method(Part):
         """
         del round, rounds
         return tuple(drawn), max((seconds[name] for name in drawn), default=0.0)
+
+    def wait(self, *, round: int, rounds: int, seconds: Mapping[str, float]) -> Wait | None:
+        """What the server waits for in this round across machines; by default for all clients, with None."""
+        del round, rounds, seconds
+        return None
+
+    def began(self, round: RoundStart, client: str) -> int:
+        """The round in which this client began to train what it sends in this one; by default this one."""
+        del client
+        return round.round
 
     # what the server makes of updates
 

@@ -1,6 +1,6 @@
 """The remote engine: sends jobs to clients on other machines and returns their updates in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
+from atlas_fl.methods.method import Wait
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep
 from atlas_fl.runtime.coordinator.split_server import SplitServer
@@ -44,7 +45,8 @@ class RemoteEngine:
 
         Raises `ProtocolError` where too few did: the run stops there and resumes from its checkpoint.
         """
-        jobs = [job for job in jobs if job.client not in self.excluded]
+        away = {*self.excluded, *self.manager.open_jobs}  # who trains on over rounds is asked for nothing else
+        jobs = [job for job in jobs if job.client not in away]
         size = self.max_concurrent or max(1, len(jobs))
         updates = list[Update]()
         for first in range(0, len(jobs), size):
@@ -57,21 +59,51 @@ class RemoteEngine:
                 split_server=self.split_server,
                 on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
             )
-            for job, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, str):
-                    self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
-            answered = [answer for answer in answers if isinstance(answer, Update)]
-            updates += spill_to_disk(action, answered, updates)
-        needed = 0 if action == SUM else min(self.min_clients or len(jobs), len(jobs))  # a sum has a threshold
+            updates += self._answered(action, zip(batch, answers, strict=True), updates)
+        most = 0 if action == SUM else len(jobs)  # a sum has a threshold
+        self._check_enough(action, jobs, updates, most=most, round=jobs[0].round if jobs else 0)
+        return [replace(update, travelled=True) for update in updates]
+
+    def first_updates(self, jobs: Sequence[Job], wait: Wait, *, round: int) -> list[Update]:
+        """The updates of an asynchronous step (`ClientManager.run_until`), in the order of the jobs."""
+        jobs = [job for job in jobs if job.client not in self.excluded]
+        answers = self.bridge.call(
+            self.manager.run_until,
+            jobs,
+            wait,
+            round=round,
+            seconds=self.deadline_seconds,
+            on_done=lambda done: self.bridge.progress("train", done, len(jobs)),
+        )
+        updates = self._answered("train", [(job, answers.get(job.client)) for job in jobs], ())
+        self._check_enough("train", jobs, updates, most=min(wait.updates, len(jobs)), round=round)
+        return [replace(update, travelled=True) for update in updates]
+
+    def _answered(
+        self, action: str, answers: Iterable[tuple[Job, Update | str | None]], before: Sequence[Update]
+    ) -> list[Update]:
+        """The updates among these answers, with a note on each job that failed."""
+        updates = list[Update]()
+        for job, answer in answers:
+            if isinstance(answer, Update):
+                updates.append(answer)
+            elif answer is not None:
+                self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+        return spill_to_disk(action, updates, before)
+
+    def _check_enough(
+        self, action: str, jobs: Sequence[Job], updates: Sequence[Update], *, most: int, round: int
+    ) -> None:
+        """Raise `ProtocolError` where fewer than `--min-clients` answered, and fewer than `most`."""
+        needed = min(self.min_clients or most, most)
         if len(updates) < needed:
             clients = {update.client for update in updates}
             missing = [job.client for job in jobs if job.client not in clients]
             raise ProtocolError(
-                f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, not"
+                f"{len(updates)} of {len(jobs)} clients answered {action} in round {round}, not"
                 f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it"
                 " goes on from its last checkpoint; or lower --min-clients"
             )
-        return [replace(update, travelled=True) for update in updates]
 
     def release(self, round: int) -> list[int]:
         """The rounds whose noisy sums were given out, with this one from now on; one that is done again twice."""

@@ -13,6 +13,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.method import Wait
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import ANSWERS_UNTIL_FORGIVEN, MAX_REFUSALS, ClientProxy
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
@@ -484,3 +485,72 @@ def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_wi
         assert notes[MOST_TOLD:] == ["site-1 is back (1 of 2 here) (190 times more within a minute)"]
 
     script()
+
+
+Asked: TypeAlias = dict[str, "asyncio.Task[Any]"]
+
+
+async def all_of_three(manager: ClientManager) -> Asked:
+    """What each of three registered clients is told next."""
+    asked = {name: await register(manager, name) for name in THREE}
+    await manager.wait_for_clients(THREE, min_clients=3, seconds=60)
+    return asked
+
+
+async def send(manager: ClientManager, asked: Asked, name: str) -> None:
+    """The answer of this client to the job that it has, once it is taken."""
+    head, _ = await asked[name]
+    asked[name] = ask(manager, name, *result(head, name, 1.0))
+    while not manager.open_jobs[name].future.done():
+        await asyncio.sleep(0)
+
+
+async def step(
+    manager: ClientManager, asked: Asked, *arriving: str, wait: Wait, seconds: float = 60, round: int = 1
+) -> dict[str, Any]:
+    """The answers of an asynchronous step, in which these clients answer one after the other."""
+    jobs = [job(name) for name in THREE]
+    work = asyncio.create_task(manager.run_until(jobs, wait, round=round, seconds=seconds, on_done=id))
+    await asyncio.sleep(0)
+    for name in arriving:
+        await send(manager, asked, name)
+    return {name: one if isinstance(one, str) else "came" for name, one in (await work).items()}
+
+
+@played(THREE)
+async def test_a_step_takes_the_first_updates_and_the_next_one_those_that_came_since(manager: ClientManager) -> None:
+    asked = await all_of_three(manager)
+    assert await step(manager, asked, "site-1", wait=Wait(updates=1)) == {"site-1": "came"}
+    numbers = {name: (await asked[name])[0]["number"] for name in ("site-2", "site-3")}
+    await send(manager, asked, "site-3")
+    await send(manager, asked, "site-2")
+    # each step gives a job to who has none, and to nobody else
+    assert [await step(manager, asked, wait=Wait(updates=1)) for _ in range(2)] == [
+        {"site-3": "came"},
+        {"site-2": "came"},
+    ]
+    assert {*manager.open_jobs} == {"site-1", "site-3"}
+    assert numbers == {"site-2": 2, "site-3": 3} and manager.open_jobs["site-1"].number == 4
+    assert await step(manager, asked, *THREE, wait=Wait(updates=3)) == dict.fromkeys(THREE, "came")
+    assert not manager.open_jobs
+
+
+@played(THREE)
+async def test_a_step_of_a_length_takes_all_that_came_and_waits_for_one(manager: ClientManager) -> None:
+    asked = await all_of_three(manager)
+    found = await step(manager, asked, "site-3", "site-1", wait=Wait(updates=1, seconds=0.2))
+    assert found == {"site-3": "came", "site-1": "came"}
+    assert await step(manager, asked, "site-2", wait=Wait(updates=1, seconds=1e-9)) == {"site-2": "came"}
+
+
+@played(THREE)
+async def test_a_deadline_ends_a_step_and_the_work_of_who_is_away(manager: ClientManager) -> None:
+    asked = await all_of_three(manager)
+    manager.on_presence("site-3", False)
+    late = "no answer within 0.3 seconds"
+    assert await step(manager, asked, "site-1", wait=Wait(updates=2), seconds=0.3) == {"site-1": "came", "site-3": late}
+    assert {*manager.open_jobs} == {"site-2"}, "it is here, and goes on"
+    found = await step(manager, asked, "site-1", wait=Wait(updates=3), seconds=0.3, round=2)
+    away = "it has been away since it let a deadline pass"
+    assert found == {"site-1": "came", "site-2": late, "site-3": away}, "all are waited for"
+    assert not manager.open_jobs

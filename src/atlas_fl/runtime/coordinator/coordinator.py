@@ -14,6 +14,7 @@ from typing import Any
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line, short_repr
+from atlas_fl.methods.method import Wait
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import (
@@ -71,6 +72,8 @@ class ClientManager:
     """Callback for a client that has saved its model; raises `ProtocolError` where that cannot be recorded."""
     max_request_bytes: int = FRAME_LIMIT
     """Maximum size of a client's request."""
+    open_jobs: dict[str, PendingJob] = field(default_factory=dict)
+    """By client the training that goes on over rounds, or whose answer no step has taken; the last to arrive last."""
     _job_count: int = 0
     _registration_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -324,6 +327,8 @@ class ClientManager:
             pending.split_server.drop_job(pending.number)
         if client.pending_job is pending:
             client.pending_job = None
+        if self.open_jobs.get(client.name) is pending:
+            self.open_jobs[client.name] = self.open_jobs.pop(client.name)
         if not pending.future.done():
             pending.future.set_result(outcome)
 
@@ -375,16 +380,7 @@ class ClientManager:
         """
         self._presence_log.look()
         loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in jobs]
-        num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
-        for job, future in zip(jobs, futures, strict=True):
-            client = self.clients[job.client]
-            if reason := client.skip_reason(round=job.round):
-                future.set_result(reason)
-                continue
-            self._job_count += 1
-            client.pending_job = PendingJob(self._job_count, action, job, future, split_server, num_layers=num_layers)
-            client.wakeup.set()
+        futures = [self._give(action, job, round=job.round, split_server=split_server).future for job in jobs]
         deadline = loop.time() + seconds
         waiting = {future for future in futures if not future.done()}
         while waiting and loop.time() < deadline:
@@ -398,6 +394,61 @@ class ClientManager:
                 client.record_missed_deadline(round=job.round)
                 self._close_job(client, client.pending_job, f"no answer within {seconds:g} seconds")
         return [future.result() for future in futures]
+
+    def _give(self, action: str, job: Job, *, round: int, split_server: SplitServer | None = None) -> PendingJob:
+        """Give a client this job in this round; closed at once, with the reason, where it gets none."""
+        client, future = self.clients[job.client], asyncio.get_running_loop().create_future()
+        num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
+        self._job_count += 1
+        pending = PendingJob(self._job_count, action, job, future, split_server, num_layers=num_layers)
+        if reason := client.skip_reason(round=round):
+            future.set_result(reason)
+        else:
+            client.pending_job = pending
+            client.wakeup.set()
+        return pending
+
+    async def run_until(
+        self, jobs: Sequence[Job], wait: Wait, *, round: int, seconds: float, on_done: Callable[[int], None]
+    ) -> dict[str, Update | str]:
+        """By client the updates of an asynchronous step, or the reason why there is none.
+
+        Who is at work goes on with the job that it has, and is in no answer before it is done. After `seconds` the step
+        is made with what is there; who is away then, or late where all are waited for, has missed a deadline.
+        """
+        self._presence_log.look()
+        loop = asyncio.get_running_loop()
+        for job in jobs:
+            if job.client not in self.open_jobs:
+                self.open_jobs[job.client] = self._give("train", job, round=round)
+        begun = loop.time()
+        while True:
+            done = {name: one.future.result() for name, one in self.open_jobs.items() if one.future.done()}
+            arrived = [name for name, answer in done.items() if isinstance(answer, Update)]
+            on_done(len(arrived))
+            waiting = {one.future for name, one in self.open_jobs.items() if name not in done}
+            most = min(wait.seconds, seconds) if len(arrived) >= wait.updates else seconds
+            left = begun + most - loop.time()
+            if left <= 0 or not waiting:
+                break
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if len(arrived) < wait.updates:
+            done |= self._close_late(round=round, seconds=seconds, everyone=wait.updates >= len(jobs))
+        for name in () if wait.seconds else arrived[wait.updates :]:  # the next step begins with them
+            del done[name]
+        for name in done:
+            del self.open_jobs[name]
+        return done
+
+    def _close_late(self, *, round: int, seconds: float, everyone: bool) -> dict[str, str]:
+        """Close the open jobs of clients that are away, or of everyone: the reason by client."""
+        reason = f"no answer within {seconds:g} seconds"
+        late = {name: one for name, one in self.open_jobs.items() if not one.future.done()}
+        late = {name: one for name, one in late.items() if everyone or not self.clients[name].connected}
+        for name, pending in late.items():
+            self.clients[name].record_missed_deadline(round=round)
+            self._close_job(self.clients[name], pending, reason)
+        return dict.fromkeys(late, reason)
 
     async def remove(self, name: str, reason: str) -> None:
         """Close this client's job and refuse its further requests with this reason."""
