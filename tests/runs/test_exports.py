@@ -276,12 +276,6 @@ def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kriging", "ditto", "fedalt"])
-def test_a_temperature_is_in_the_head_that_is_exported(small: Make, method: str) -> None:
-    check(small("roberta", ("kind", "grade"), strategy=method, temperature_scaling=True, ranks="4"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family: str) -> None:
     """Under class frequencies of each client's own, which some heads can hold and others cannot."""

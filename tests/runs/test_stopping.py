@@ -125,16 +125,6 @@ def test_the_best_rounds_are_kept_until_better_ones_come(config: Make, tmp_path:
     assert not (tmp_path / "none").exists()
 
 
-def test_what_only_last_rounds_do_is_done_when_a_run_stops(config: Make) -> None:
-    words = {"strategy": "fedavg", "rounds": 8, "lr": 0.02, "patience": 1}
-    plain = run_config(config(**words, name="plain"))
-    scaled = run_config(config(**words, name="scaled", temperature_scaling=True))
-    assert 1 < plain.rounds == scaled.rounds < 8
-    pairs = zip(rows(plain.folder), rows(scaled.folder), strict=True)
-    assert {one["round"] for one, other in pairs if one.get("loss") != other.get("loss")} == {plain.rounds}
-    passing_audit(scaled.folder)
-
-
 def test_an_audit_finds_a_run_that_should_have_stopped(copied: Path) -> None:
     file = copied / "config.toml"
     file.write_text(file.read_text().replace("patience = 2", "patience = 1"))

@@ -183,9 +183,6 @@ class TrainingConfig:
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""
-    temperature_scaling: bool = False
-    """After the last round, divide the logits of a task's clients by a temperature that is fitted on their validation
-    examples: probabilities are calibrated, and no prediction changes. Tasks without classes stay as they are."""
     update_filter: tuple[str, ...] = ()
     """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
     `noise=DEVIATION` adds Gaussian noise to every value, `topk=SHARE` keeps the largest values, `quantise=BITS` rounds

@@ -21,7 +21,6 @@ from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.secure_mean import NO_SUMS, SecureMeans, noisy_sum, norm_of, secure_means, sum_here
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
-from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Job, Update, make_jobs, without_empty
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
@@ -45,7 +44,6 @@ from atlas_fl.experiment.state import (
 from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart, StepInputs
-from atlas_fl.methods.temperature import fit_temperatures, with_temperatures
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.client_privacy import (
@@ -89,7 +87,7 @@ def finish_round(
     cuts: Mapping[str, Cut],
     aggregated: bool,
 ) -> RoundOutcome:
-    """Evaluate the mixed models, calibrate them after the last round, and decide on early stopping.
+    """Evaluate the mixed models, and decide on early stopping.
 
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
@@ -98,35 +96,19 @@ def finish_round(
     def finish(*, final: bool) -> RoundOutcome:
         evaluations: list[Update] = []
 
-        def evaluate(
-            models: ByClient, split: Split, *, new_tokens: int = 0, outcomes: bool = False
-        ) -> dict[str, Update]:
-            options = EvaluateOptions(
-                split=split, new_tokens=new_tokens, prior_correction=config.training.prior_correction, outcomes=outcomes
-            )
-            updates = engine.run("evaluate", make_jobs(models, options, round=number, cuts=cuts))
+        def evaluate(split: Split, new_tokens: int) -> dict[str, Update]:
+            correction = config.training.prior_correction
+            options = EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=correction)
+            updates = engine.run("evaluate", make_jobs(mixed, options, round=number, cuts=cuts))
             evaluations.extend(updates)
             return {update.client: update for update in updates}
 
-        client_models: ByClient = mixed
-        temperatures: ByClient = {}
-        if final and config.training.temperature_scaling:
-            tasks = {client.name: client.task.name for client in assembly.clients if client.task.has_classes}
-            validated = evaluate({name: client_models[name] for name in tasks}, "validation", outcomes=True)
-            temperatures = fit_temperatures({name: one.reported[OUTCOMES] for name, one in validated.items()}, tasks)
-            client_models = with_temperatures(client_models, temperatures)
         scores: dict[Split, Mapping[str, Update]] = {}
         if final or number % config.training.eval_every == 0:
             # ROUGE is of what the clients end with, on test prompts alone: writing costs a pass a token
             new_tokens: dict[Split, int] = {"validation": 0, "test": config.data.new_tokens if final else 0}
-            scores = {split: evaluate(client_models, split, new_tokens=count) for split, count in new_tokens.items()}
-        return RoundOutcome(
-            client_models=client_models,
-            scores=scores,
-            evaluations=tuple(evaluations),
-            temperatures=temperatures,
-            final=final,
-        )
+            scores = {split: evaluate(split, count) for split, count in new_tokens.items()}
+        return RoundOutcome(client_models=mixed, scores=scores, evaluations=tuple(evaluations), final=final)
 
     outcome = finish(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)

@@ -19,7 +19,6 @@ from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config import Config
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart
-from atlas_fl.methods.temperature import TEMPERATURE, with_temperatures
 from atlas_fl.params import (
     HEAD,
     LORA_A,
@@ -133,8 +132,6 @@ class RoundOutcome:
     """Scores of these models; empty in a round without evaluation."""
     evaluations: tuple[Update, ...] = ()
     """Every answer to an evaluation."""
-    temperatures: ByClient = field(default_factory=dict)
-    """Temperatures that these models have in their heads (`methods.temperature`)."""
     final: bool = False
     """True if the run is over."""
     stopped: bool = False
@@ -382,8 +379,8 @@ class FederationState:
     """The clip of the next round where it follows the norms (`--clip-quantile`); 0 for that of the settings."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, the `residual` of its filters, its
-    `second` model and the `gate` between that and the shared one, which never leave it, `control`, the mean gradient of
-    its last round, and after the last round of all the `temperature` of its logits."""
+    `second` model and the `gate` between that and the shared one, which never leave it, and `control`, the mean
+    gradient of its last round."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""
@@ -410,15 +407,12 @@ class FederationState:
             by_client=self.by_client,
         )
         predictions = (part.predict(start) for part in parts_of_config(config))
-        models = next((models for models in predictions if models), self.client_models)
-        temperatures = self.of(TEMPERATURE)
-        return with_temperatures(models, temperatures) if temperatures else models
+        return next((models for models in predictions if models), self.client_models)
 
     def after(self, record: RoundRecord) -> "FederationState":
         """The state after this round."""
         scores = record.outcome.scores
         mean = mean_validation_score(scores)
-        fitted = {TEMPERATURE: record.outcome.temperatures} if record.outcome.temperatures else {}
         newest_scores = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
         return FederationState(
             round=record.round,
@@ -430,7 +424,7 @@ class FederationState:
             history=self.history if mean is None else {**self.history, record.round: mean},
             is_over=record.outcome.final,
             clip=record.step.secure.clip or self.clip,
-            by_client={**self.with_newest(record.received.updates), **fitted},
+            by_client=self.with_newest(record.received.updates),
         )
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

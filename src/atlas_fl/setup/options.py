@@ -100,9 +100,7 @@ def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tupl
 
 def predicts_as_sent(config: Config) -> bool:
     """Return whether clients predict with the very models that the server sent, or that they keep in their place."""
-    return not config.training.temperature_scaling and not any(
-        part.changes_prediction for part in parts_of_config(config)
-    )
+    return not any(part.changes_prediction for part in parts_of_config(config))
 
 
 def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
