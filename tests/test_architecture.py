@@ -31,7 +31,6 @@ OWNERS = {
     "gguf": ("storage/gguf_smollm2.py", "models/gguf_adapter.py"),
     "PIL": "data/",
     "optuna": "experiment/search.py",
-    "wandb": "report/trackers/wandb.py",
     "yaml": ("config/", "report/html/charts.py"),
     "packaging": "storage/extras.py",
     "jinja2": ("models/chat_template.py", "experiment/export.py", "report/html/elements.py"),

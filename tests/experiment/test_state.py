@@ -19,8 +19,7 @@ def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
             before=FederationState(round=0, server_models=before, client_models=before),
             received=ReceivedUpdates(updates={}, refused={"a": "too large"}),
             step=ServerStep(server_state={}, server_models=after, client_models=after),
-            outcome=RoundOutcome(client_models=after, final=final),
-            client_models=after,
+            outcome=RoundOutcome(final=final),
             method=find_method("fedavg"),
             aggregated=True,
         )

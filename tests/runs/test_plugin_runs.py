@@ -327,7 +327,7 @@ def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(config: Ma
     capsys.readouterr()
     assert main(["run", "--config", str(settings), "--tracker", "line=x"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("atlas: unknown tracker in --tracker, which takes name=place, 'line=x'; ")
+    assert line.startswith("atlas: --tracker is line=x; allowed: NAME=PLACE of a plug-in, lines; add --plugin FILE")
 
 
 FIGURE = """

@@ -31,7 +31,7 @@ class TrackerOptions:
     """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
 
     tracker: tuple[str, ...] = ()
-    """Log to a tracker too: `wandb=PROJECT`, or `name=place` of a plug-in; may be repeated."""
+    """Log to the tracker of a plug-in too: `name=place`, such as `wandb=PROJECT`; may be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,10 @@ def _trackers(options: cli.TrackerOptions) -> tuple[Tracker, ...]:
     named = [word.partition("=") for word in options.tracker]
     for name, sign, place in named:
         if not sign or name not in TRACKERS:
-            raise unknown_name("tracker in --tracker, which takes name=place,", f"{name}{sign}{place}", TRACKERS)
+            raise ConfigError(
+                f"--tracker is {name}{sign}{place}; allowed: NAME=PLACE of a plug-in,"
+                f" {', '.join(TRACKERS) or 'and --plugin names none'}; add --plugin FILE (docs/guides/trackers.md)"
+            )
     return tuple(TRACKERS[name](place) for name, _, place in named)
 
 

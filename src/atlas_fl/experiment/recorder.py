@@ -271,7 +271,7 @@ class Recorder:
     def _write_audit(self, record: RoundRecord, state: FederationState) -> None:
         received, step, folder = record.received, record.step, self.folder.audit_round(record.round)
         self._write_audit_models(folder, "trained", received.models)
-        self._write_audit_models(folder, "start", record.client_models)
+        self._write_audit_models(folder, "start", record.step.client_models)
         beside = {"out_of_bound": received.out_of_bound, "summed": step.secure.updates}
         others = {"anchor": step.anchors, **state.by_client, **record.sent, **beside}
         for name, models in others.items():

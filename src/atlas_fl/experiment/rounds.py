@@ -66,7 +66,6 @@ from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import (
     is_reclustered,
     parts_of_config,
-    predicts_as_sent,
     sample_clients,
     strategy_of,
     train_options,
@@ -94,21 +93,17 @@ def finish_round(
     config, training, number = assembly.config, assembly.config.training, state.round + 1
 
     def finish(*, final: bool) -> RoundOutcome:
-        evaluations: list[Update] = []
-
-        def evaluate(split: Split, new_tokens: int) -> dict[str, Update]:
-            correction = config.training.prior_correction
-            options = EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=correction)
-            updates = engine.run("evaluate", make_jobs(mixed, options, round=number, cuts=cuts))
-            evaluations.extend(updates)
-            return {update.client: update for update in updates}
-
+        if not final and number % training.eval_every:
+            return RoundOutcome()
+        # ROUGE is of what the clients end with, on test prompts alone: writing costs a pass a token
+        new_tokens: dict[Split, int] = {"validation": 0, "test": config.data.new_tokens if final else 0}
         scores: dict[Split, Mapping[str, Update]] = {}
-        if final or number % config.training.eval_every == 0:
-            # ROUGE is of what the clients end with, on test prompts alone: writing costs a pass a token
-            new_tokens: dict[Split, int] = {"validation": 0, "test": config.data.new_tokens if final else 0}
-            scores = {split: evaluate(split, count) for split, count in new_tokens.items()}
-        return RoundOutcome(client_models=mixed, scores=scores, evaluations=tuple(evaluations), final=final)
+        for split, count in new_tokens.items():
+            options = EvaluateOptions(split=split, new_tokens=count, prior_correction=training.prior_correction)
+            updates = engine.run("evaluate", make_jobs(mixed, options, round=number, cuts=cuts))
+            scores[split] = {update.client: update for update in updates}
+        evaluations = tuple(update for by_client in scores.values() for update in by_client.values())
+        return RoundOutcome(scores=scores, evaluations=evaluations, final=final)
 
     outcome = finish(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
@@ -376,11 +371,10 @@ def one_round(
         received=received,
         step=step,
         outcome=outcome,
-        client_models=outcome.client_models if predicts_as_sent(config) else step.client_models,
         method=method,
         aggregated=start.aggregates,
-        diversity=_diversity(assembly, {**state.client_models, **received.models}, outcome)
-        if start.aggregates
+        diversity=_diversity(assembly, {**state.client_models, **received.models}, predicting)
+        if start.aggregates and outcome.scores
         else None,
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
@@ -506,15 +500,15 @@ def _measured(
     return method.measured(state.server_state, server_state, federation, matrices)
 
 
-def _diversity(assembly: Assembly, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
-    """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
+def _diversity(assembly: Assembly, before: ByClient, after: ByClient) -> Diversity | None:
+    """Change of the distances between clients by the server's step; None without finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
     is_stacked = assembly.config.server.second_gate != "none" or strategy_of(assembly.config).holds_frozen
     hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
-    if not outcome.scores or assembly.is_full or hidden:
+    if assembly.is_full or hidden:
         return None
-    result = diversity(before, outcome.client_models, clients=assembly.names, scale=assembly.site.scale)
+    result = diversity(before, after, clients=assembly.names, scale=assembly.site.scale)
     return result if result.is_finite() else None
 
 

@@ -126,10 +126,8 @@ class ServerStep:
 class RoundOutcome:
     """The end of a round: models, scores, and whether the run is over."""
 
-    client_models: ByClient
-    """Models that clients predict with."""
     scores: Mapping[Split, Mapping[str, Update]] = field(default_factory=dict)
-    """Scores of these models; empty in a round without evaluation."""
+    """Scores of the models that clients predict with; empty in a round without evaluation."""
     evaluations: tuple[Update, ...] = ()
     """Every answer to an evaluation."""
     final: bool = False
@@ -151,8 +149,6 @@ class RoundRecord:
     received: ReceivedUpdates
     step: ServerStep
     outcome: RoundOutcome
-    client_models: ByClient
-    """Models with which clients start the next round."""
     method: Method
     aggregated: bool
     """True if updates were sent and mixed, or everyone goes on with its own model."""
@@ -266,7 +262,7 @@ class RoundRecord:
         ways: tuple[Direction, ...] = ("down", "up")
         for pairs, models, directions in (
             (self.hosting.training, self.before.client_models, ways),
-            (self.hosting.evaluation, self.client_models, ways[:1]),
+            (self.hosting.evaluation, self.step.client_models, ways[:1]),
         ):
             for name, match in pairs.items():
                 upper = {key: tensor for key, tensor in models[name].items() if key not in self.client_side_names[name]}
@@ -287,7 +283,7 @@ class RoundRecord:
                 yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
         for name in self._receivers() if self.aggregated else ():
-            model, is_outdated = self.client_models[name], name in outdated and name not in updated
+            model, is_outdated = self.step.client_models[name], name in outdated and name not in updated
             yield from self._model_rows(name, "down", model if is_outdated else self._sent_part(model), share)
             part_of = self.method.frozen_part if is_outdated else self.method.newest_part
             yield from self._frozen_rows(name, part_of(after, name) if is_outdated or self.state_changed else {})
@@ -306,7 +302,7 @@ class RoundRecord:
 
     def _changed(self) -> frozenset[str]:
         before = self.before.client_models
-        return frozenset(name for name, params in self.client_models.items() if params is not before[name])
+        return frozenset(name for name, params in self.step.client_models.items() if params is not before[name])
 
     def _receivers(self) -> tuple[str, ...]:
         """Clients that receive a model at the end of the round: those that took part, and at the end of the run all."""
@@ -314,7 +310,7 @@ class RoundRecord:
             missing = set(self.missing)
             return tuple(name for name in self.sampled if name not in missing)
         receivers = self._changed() | self.before.outdated | set(self.sampled)
-        return tuple(name for name in self.client_models if name in receivers)
+        return tuple(name for name in self.step.client_models if name in receivers)
 
     def _model_rows(
         self, name: str, direction: Direction, model: Params, share: tuple[str, ...]
@@ -418,7 +414,7 @@ class FederationState:
             round=record.round,
             server_models=record.step.server_models,
             server_state=record.step.server_state,
-            client_models=record.client_models,
+            client_models=record.step.client_models,
             outdated=record.outdated_after(),
             validation_scores=newest_scores or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},

@@ -27,8 +27,6 @@ class FedAvgBetweenFactors(AveragingFactors):
     holds_frozen = True
     across_machines = "has a factor between A and B, which no message across machines holds yet"
 
-    changes_prediction = True
-
     def predict(self, round: RoundStart) -> ByClient:
         """Every model with its blocks multiplied into A."""
         return {name: merge_core(params) for name, params in round.client_models.items()}

@@ -67,8 +67,6 @@ class WithFrozenPart(Averaging):
     holds_frozen = True
     fixed: ClassVar = {"space": "factors", "within": "all"}
 
-    changes_prediction = True
-
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
         """Addition of clients with these factors and weights to one module; by default the sum of their products."""
         return stack_products(a, b, [self.options.scale(len(factor)) for factor in a], weights)

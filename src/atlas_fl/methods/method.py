@@ -152,11 +152,6 @@ class Part:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", replace(self.options, **self.fixed))
 
-    @property
-    def changes_prediction(self) -> bool:
-        """Clients predict with something else than the model that they train."""
-        return False
-
     def send(self, round: RoundStart) -> TreesByClient:
         """Tensors that go down beside the models, by kind and client."""
         del round

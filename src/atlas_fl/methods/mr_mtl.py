@@ -17,11 +17,6 @@ class PersonalModels(FedDpa):
     """`--personal-models`: the server's mixture goes beside a client's own model."""
 
     @property
-    def changes_prediction(self) -> bool:
-        """With a companion."""
-        return self._is_stacked
-
-    @property
     def _is_stacked(self) -> bool:
         return self.options.second_model == "stacked"
 

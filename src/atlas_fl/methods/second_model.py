@@ -45,11 +45,6 @@ class SecondModel(Part):
     role: ClassVar[str] = "companion"
     """The kind under which the shared model goes to the second training: an `anchor` pulls it by the second weight."""
 
-    @property
-    def changes_prediction(self) -> bool:
-        """Always."""
-        return True
-
     # at the client
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:

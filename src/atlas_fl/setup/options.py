@@ -98,11 +98,6 @@ def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tupl
     return (f"{strategy}, other than in its paper: {'; '.join(words)}",) if words else ()
 
 
-def predicts_as_sent(config: Config) -> bool:
-    """Return whether clients predict with the very models that the server sent, or that they keep in their place."""
-    return not any(part.changes_prediction for part in parts_of_config(config))
-
-
 def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
     """Wrap the engine so that attackers act as this config says; the same engine where there are none."""
     attack = config.attack

@@ -31,9 +31,8 @@ PACKAGES = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def tracker_of(name: str, place: str) -> Tracker:
-    """A tracker of the package, or of the plug-in in the examples that has its name."""
-    if name != "wandb":
-        load_plugins((str(PLUGINS / f"{name}_tracker.py"),))
+    """The tracker of the plug-in in the examples that has its name."""
+    load_plugins((str(PLUGINS / f"{name}_tracker.py"),))
     return TRACKERS[name](place)
 
 

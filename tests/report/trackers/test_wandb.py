@@ -11,8 +11,7 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
 from atlas_fl.report.trackers.track_run import numbers_of, track_run
-from atlas_fl.report.trackers.wandb import WandbTracker
-from tests.report.trackers.test_track_run import ROWS
+from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -44,7 +43,7 @@ def test_what_is_logged_offline_is_what_the_rounds_brought(monkeypatch, tmp_path
     summary, found = {"overall": {"final": {"test": {"accuracy": 0.625}}}}, []
     for number in (1, 2):  # two sessions of one run
         told = list[Event]()
-        with track_run([WandbTracker("federations")], Config(), tmp_path, told.append) as logging:
+        with track_run([tracker_of("wandb", "federations")], Config(), tmp_path, told.append) as logging:
             logging.tell(PhaseStarted(f"round {number}"))
             logging.tell(RoundFinished(round=number, rounds=2, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS))
             if number == 2:

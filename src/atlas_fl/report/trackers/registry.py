@@ -1,9 +1,8 @@
-"""TRACKERS: experiment trackers by name, and those of plug-ins (`--tracker name=place`)."""
+"""TRACKERS: the experiment trackers of plug-ins by name (`--tracker name=place`)."""
 
 from collections.abc import Callable
 
 from atlas_fl.report.trackers.track_run import Tracker
-from atlas_fl.report.trackers.wandb import WandbTracker
 
-TRACKERS: dict[str, Callable[[str], Tracker]] = {"wandb": WandbTracker}
+TRACKERS: dict[str, Callable[[str], Tracker]] = {}
 """By name, what makes a tracker of a place to log to."""

@@ -1,10 +1,15 @@
-"""Weights & Biases as a tracker: what it keeps lies in the run's folder, and a resumed run goes on under its old id."""
+"""Weights & Biases as a tracker: what it keeps lies in the run's folder, and a resumed run goes on under its old id.
+
+pip install '.[wandb]'
+atlas run --plugin examples/plugins/wandb_tracker.py --tracker wandb=PROJECT
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
+from atlas_fl.plugins import register
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing
 from atlas_fl.storage.folder_access import list_folder, make_folder
 
@@ -12,6 +17,7 @@ NOT_IN_NAMES = frozenset("/\\#?%:")
 """Characters that W&B refuses in the name of a project."""
 
 
+@register("tracker", "wandb")
 class WandbTracker(Tracker):
     """Logs to a project of Weights & Biases; how it is reached is wandb's affair (`WANDB_MODE`, `WANDB_API_KEY`)."""
 
