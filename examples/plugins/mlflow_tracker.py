@@ -11,7 +11,7 @@ from typing import Any
 
 from atlas_fl.errors import ConfigError
 from atlas_fl.plugins import register
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
+from atlas_fl.report.trackers import TrackedRun, Tracker, importing, summary_numbers
 
 RUN, HASH = "mlflow.runName", "atlas_fl.hash"
 """The tags by which a run that goes on is found again."""

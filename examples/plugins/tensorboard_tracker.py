@@ -12,7 +12,7 @@ from typing import Any
 
 from atlas_fl.config.values import invalid_value
 from atlas_fl.plugins import register
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
+from atlas_fl.report.trackers import TrackedRun, Tracker, importing, summary_numbers
 
 
 @register("tracker", "tensorboard")

@@ -10,7 +10,7 @@ from typing import Any
 
 from atlas_fl.errors import ConfigError
 from atlas_fl.plugins import register
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
+from atlas_fl.report.trackers import TrackedRun, Tracker, importing, summary_numbers
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Trackio takes other characters out of a name, and so may log to another project."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from atlas_fl.config.values import invalid_value
 from atlas_fl.plugins import register
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing
+from atlas_fl.report.trackers import TrackedRun, Tracker, importing
 from atlas_fl.storage.folder_access import list_folder, make_folder
 
 NOT_IN_NAMES = frozenset("/\\#?%:")

@@ -37,7 +37,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "trainer": ("client.trainers.TRAINERS",),
     "update_filter": ("methods.update_filters.UPDATE_FILTERS",),
     "metric": ("data.metrics.FURTHER_METRICS", "experiment.summary.ROW_NAMES"),
-    "tracker": ("report.trackers.registry.TRACKERS",),
+    "tracker": ("report.trackers.TRACKERS",),
     "figure": ("report.figures.PLUGIN_FIGURES", "report.figures.FIGURES"),
     "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WARM_UPS"),
     "model": ("models.registry.MODELS",),

@@ -282,7 +282,7 @@ TRACKER = """
 from pathlib import Path
 
 from atlas_fl.plugins import register
-from atlas_fl.report.trackers.track_run import Tracker
+from atlas_fl.report.trackers import Tracker
 
 @register("tracker", "lines")
 class Lines(Tracker):

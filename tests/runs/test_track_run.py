@@ -7,7 +7,7 @@ import pytest
 
 from atlas_fl.events import Event, RoundFinished
 from atlas_fl.experiment.run import run_config
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, track_run
+from atlas_fl.report.trackers import TrackedRun, Tracker, numbers_of, track_run
 from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 

@@ -29,8 +29,7 @@ from atlas_fl.plugins import load_plugins, registrations
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.format import human_bytes
 from atlas_fl.report.tables import plan_tables
-from atlas_fl.report.trackers.registry import TRACKERS
-from atlas_fl.report.trackers.track_run import Tracker, track_run
+from atlas_fl.report.trackers import TRACKERS, Tracker, track_run
 from atlas_fl.setup.options import parts_of_config
 from atlas_fl.storage.assets import assets, embedded_dir
 from atlas_fl.storage.downloads import fetch_assets

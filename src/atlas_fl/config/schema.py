@@ -98,14 +98,8 @@ def parse_seconds(words: Sequence[str]) -> Mapping[str, float]:
     Raises:
         ConfigError: a word is no `client=seconds` above 0, or a client stands there twice.
     """
-    seconds: dict[str, float] = {}
-    for word in words:
-        name, _, text = word.rpartition("=")
-        number = float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else 0.0
-        if not name or name in seconds or number <= 0:
-            raise invalid_value("--client-seconds", word, "client=seconds above 0 and below 10^9, each client once")
-        seconds[name] = number
-    return seconds
+    allowed = "client=seconds above 0 and below 10^9, each client once"
+    return _by_client("--client-seconds", words, r"\d{1,9}(\.\d{1,9})?", least=1e-9, allowed=allowed)
 
 
 def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
@@ -117,14 +111,19 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     Raises:
         ConfigError: a word is no `client=round` with a round from 2, or a client stands there twice.
     """
-    round_by_client: dict[str, int] = {}
+    allowed = "client=round with a round from 2, each client once"
+    rounds = _by_client("--arrive", words, r"\d{1,9}", least=2, allowed=allowed)
+    return {name: int(number) for name, number in rounds.items()}
+
+
+def _by_client(flag: str, words: Sequence[str], form: str, *, least: float, allowed: str) -> dict[str, float]:
+    numbers: dict[str, float] = {}
     for word in words:
         name, _, text = word.rpartition("=")
-        number = parse_integer(text) or 0
-        if not name or name in round_by_client or number < 2:
-            raise invalid_value("--arrive", word, "client=round with a round from 2, each client once")
-        round_by_client[name] = number
-    return round_by_client
+        if not name or name in numbers or not re.fullmatch(form, text, re.ASCII) or float(text) < least:
+            raise invalid_value(flag, word, allowed)
+        numbers[name] = float(text)
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,13 +63,7 @@ from atlas_fl.planning.round_costs import client_side
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import (
-    is_reclustered,
-    parts_of_config,
-    sample_clients,
-    strategy_of,
-    train_options,
-)
+from atlas_fl.setup.options import is_reclustered, parts_of_config, sample_clients, strategy_of, train_options
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.jsonl import to_json

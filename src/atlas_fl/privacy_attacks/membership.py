@@ -17,6 +17,7 @@ epsilon under which so many right guesses have a chance of 5% is a lower bound o
 nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, Split
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.rng import generator
+from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import train_options, warmup_rank
 
@@ -76,19 +78,29 @@ def label_confidence(labels: np.ndarray, logits: np.ndarray) -> np.ndarray:
     return phi
 
 
+def shadow_engine(
+    assembly: Assembly,
+    client: ClientData,
+    made: Mapping[str, EncodedExamples],
+    *,
+    on_event: OnEvent,
+    test: EncodedExamples | None = None,
+) -> Engine:
+    """An engine for clients of these training examples, whose validation is on the client's test examples."""
+    own = assembly.site.data[client.name]
+    others: dict[Split, EncodedExamples] = {"validation": own.splits["test"], "test": test or own.splits["test"]}
+    data = {name: replace(own, splits={**others, "train": train}, prompts={}) for name, train in made.items()}
+    return local_engine(replace(assembly, site=replace(assembly.site, data=data, secrets={})), on_event)
+
+
 def train_shadows(
     assembly: Assembly, client: ClientData, pool: EncodedExamples, is_member: np.ndarray, *, on_event: OnEvent
 ) -> Shadows:
     """Train a shadow client on each row of members, (shadows, examples) bool, alone and in all rounds."""
-    own = assembly.site.data[client.name]
-    data = {}
-    for index, members in enumerate(is_member):
-        train = pool.take(np.flatnonzero(members))
-        splits: dict[Split, EncodedExamples] = {"train": train, "validation": own.splits["test"], "test": pool}
-        data[f"shadow-{index}"] = replace(own, splits=splits, prompts={})
-    engine = local_engine(replace(assembly, site=replace(assembly.site, data=data, secrets={})), on_event)
+    made = {f"shadow-{index}": pool.take(np.flatnonzero(members)) for index, members in enumerate(is_member)}
+    engine = shadow_engine(assembly, client, made, on_event=on_event, test=pool)
     options = train_options(assembly.config, with_images=client.task.images)
-    models = dict.fromkeys(data, initial_model(assembly, client))
+    models = dict.fromkeys(made, initial_model(assembly, client))
     spent: list[float] = []
     for number in range(1, options.rounds + 1):
         updates = engine.run("train", make_jobs(models, options, round=number))

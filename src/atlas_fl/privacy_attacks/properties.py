@@ -6,7 +6,7 @@ of known shares, takes their sketches, and fits ridge regression from sketch to 
 made from the attacked client's examples, and their shares are predicted.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
-from atlas_fl.params import Split
-from atlas_fl.planning.planner import local_engine
-from atlas_fl.privacy_attacks.membership import check_shadows, initial_model, others_of
+from atlas_fl.privacy_attacks.membership import check_shadows, initial_model, others_of, shadow_engine
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import fingerprint_options
@@ -41,29 +39,29 @@ def infer_properties(
     Raises ConfigError where the task has no other client, and where examples are too few.
     """
     check_shadows(client, shadows=shadows)
-    others = [assembly.site.data[one.name].splits["train"] for one in others_of(assembly, client)]
-    known, attacked = concatenate(others), assembly.site.data[client.name].splits["train"]
-    label = int(np.bincount(attacked.labels).argmax())
-    token = common_token(attacked)
+    data = assembly.site.data
+    others = concatenate([data[one.name].splits["train"] for one in others_of(assembly, client)])
+    pools = [others, data[client.name].splits["train"]]
+    label, token = int(np.bincount(pools[1].labels).argmax()), common_token(pools[1])
     word = assembly.site.backbone.tokenizer.convert_ids_to_tokens(token)
-    sides = {"known": known, "attacked": attacked}
-    truths = {
-        f"label {label}": {side: pool.labels == label for side, pool in sides.items()},
-        f"word {word}": {side: holds(pool, token) for side, pool in sides.items()},
+    properties = {
+        f"label {label}": [pool.labels == label for pool in pools],
+        f"word {word}": [holds(pool, token) for pool in pools],
     }
     rows = []
-    for name, has in truths.items():
-        size = int(min(np.bincount(one, minlength=2).min() for one in has.values()) / LARGEST)
+    for name, sides in properties.items():
+        size = int(min(np.bincount(has, minlength=2).min() for has in sides) / LARGEST)
         if size < LEAST_EXAMPLES:
             raise ConfigError(
                 f"the examples of {client.name} and of its task make clients of {size} with any share of {name};"
                 f" allowed: at least {LEAST_EXAMPLES}; give more (--samples)"
             )
-        shares, made = np.linspace(SMALLEST, LARGEST, shadows), {}
-        for side, pool in sides.items():
-            for index, share in enumerate(shares):
-                draw = generator(assembly.config.run.seed, "attack", name, side, index)
-                made[f"{side}-{index}"] = pool.take(_draw_share(has[side], round(share * size), size, draw))
+        shares, draw = np.linspace(SMALLEST, LARGEST, shadows), generator(assembly.config.run.seed, "attack", name)
+        made = [
+            pool.take(_draw_share(has, round(share * size), size, draw))
+            for pool, has in zip(pools, sides, strict=True)
+            for share in shares
+        ]
         sketches = measure_sketches(assembly, client, made, on_event=on_event)
         model = RidgeCV(alphas=np.logspace(-4, 2, 25)).fit(sketches[:shadows], shares)
         predicted = model.predict(sketches[shadows:]).clip(0.0, 1.0)
@@ -95,15 +93,12 @@ def holds(pool: EncodedExamples, token: int) -> np.ndarray:
 
 
 def measure_sketches(
-    assembly: Assembly, client: ClientData, made: dict[str, EncodedExamples], *, on_event: OnEvent
+    assembly: Assembly, client: ClientData, made: Sequence[EncodedExamples], *, on_event: OnEvent
 ) -> np.ndarray:
-    """The mean of the two sketches that each of these clients would send, (clients, sketch_dim)."""
-    own, data = assembly.site.data[client.name], {}
-    for name, train in made.items():
-        splits: dict[Split, EncodedExamples] = {**own.splits, "train": train}
-        data[name] = replace(own, splits=splits, prompts={})
-    engine = local_engine(replace(assembly, site=replace(assembly.site, data=data, secrets={})), on_event)
-    models = dict.fromkeys(made, initial_model(assembly, client))
+    """The mean of the two sketches that clients with these examples would send, (clients, sketch_dim)."""
+    names = [f"shadow-{index}" for index in range(len(made))]
+    engine = shadow_engine(assembly, client, dict(zip(names, made, strict=True)), on_event=on_event)
+    models = dict.fromkeys(names, initial_model(assembly, client))
     updates = engine.run("fingerprint", make_jobs(models, fingerprint_options(assembly.config), round=0))
     return np.stack([(one.params[FIRST] + one.params[SECOND]).numpy() / 2 for one in updates])
 

@@ -11,7 +11,7 @@ import pytest
 from atlas_fl.config import Config, config_hash
 from atlas_fl.config.settings import settings
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers.track_run import numbers_of, track_run
+from atlas_fl.report.trackers import numbers_of, track_run
 from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 SUMMARY = {"overall": {"final": {"test": {"accuracy": 0.625}}, "rounds_to": {"90%": 2}}}

@@ -4,7 +4,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers.track_run import numbers_of, track_run
+from atlas_fl.report.trackers import numbers_of, track_run
 from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 

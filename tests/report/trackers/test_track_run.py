@@ -15,9 +15,8 @@ from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
 from atlas_fl.plugins import load_plugins
-from atlas_fl.report.trackers import track_run as tracking
-from atlas_fl.report.trackers.registry import TRACKERS
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, summary_numbers, track_run
+from atlas_fl.report import trackers as tracking
+from atlas_fl.report.trackers import TRACKERS, TrackedRun, Tracker, numbers_of, summary_numbers, track_run
 from atlas_fl.storage.extras import install_command
 
 ROWS = (

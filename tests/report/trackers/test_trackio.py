@@ -11,7 +11,7 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers.track_run import numbers_of, track_run
+from atlas_fl.report.trackers import numbers_of, track_run
 from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 ROUND = RoundFinished(round=3, rounds=3, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS)

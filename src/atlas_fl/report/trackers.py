@@ -79,6 +79,10 @@ class Tracker(ABC):
         """End the session of the run there, and wait until everything is handed over."""
 
 
+TRACKERS: dict[str, Callable[[str], Tracker]] = {}
+"""By name of `--tracker name=place`, what makes a tracker of a place to log to; plug-ins register them."""
+
+
 def numbers_of(event: RoundFinished) -> dict[str, float]:
     """The round's numbers by name: its own, every number of its rows, and the mean of each over the clients.
 

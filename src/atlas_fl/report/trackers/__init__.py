@@ -1,1 +1,0 @@
-"""Experiment trackers beside a run: one seam, and what each tracker makes of it."""
