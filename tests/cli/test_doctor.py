@@ -63,15 +63,15 @@ def test_a_missing_thing_comes_before_a_note() -> None:
     ]
 
 
-def test_gpus_are_listed_with_their_memory() -> None:
+def test_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: 2,
         mem_get_info=lambda index: ((index + 1) * 10**9, 10**10),
         get_device_name=lambda index: f"gpu {index}",
     )
-    found = list(doctor.gpu_lines(SimpleNamespace(cuda=cuda)))
-    assert found == ["gpu 0, 1.0 GB of 10 GB free", "gpu 1, 2.0 GB of 10 GB free"]
+    monkeypatch.setattr(doctor, "import_module", lambda _: SimpleNamespace(cuda=cuda))
+    assert list(doctor.check_gpus()) == ["GPUs: gpu 0, 1.0 GB of 10 GB free; gpu 1, 2.0 GB of 10 GB free"]
 
 
 @pytest.mark.usefixtures("whole")

@@ -99,10 +99,6 @@ FEDSA = {"strategy": "fedsa", "ranks": "8"}
             "--rating-cuts needs tasks of values .movie_ratings, metric=pearson., and 'movie' has none",
         ),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
-        ({"client_seconds": ("a=1", "a=2")}, "--client-seconds is 'a=2'; allowed: client=seconds above 0 and below"),
-        ({"client_seconds": ("a=0.0",)}, "--client-seconds is 'a=0.0'; allowed: client=seconds above 0"),
-        ({"client_seconds": ("a=-1",)}, "--client-seconds is 'a=-1'; allowed: client=seconds above 0"),
-        ({"client_seconds": ("7",)}, "--client-seconds is '7'; allowed: client=seconds above 0"),
         # of methods
         ({"buffer": 4, "round_percentile": 50.0}, "--buffer 4 and --round-percentile 50 both say when the server"),
         ({"strategy": "fedit"}, "--strategy fedit averages factors of one rank, and --ranks budget may"),

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import to_toml
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.methods.fedbuff import FedAvgByArrival
-from atlas_fl.storage.jsonl import read_json, read_rows
-from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.jsonl import read_json
 from tests.runs.federation import Federations, adapters
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import SECONDS, Programs
@@ -50,22 +48,6 @@ def test_a_run_killed_between_steps_ends_in_the_same_bits(
     passing_audit(killed)
     steps = participants(killed)
     assert len({len(step) for step in steps}) > 1 and len(steps[-1]) == 4
-
-
-def test_seconds_that_are_given_are_those_of_the_clock(config: Make) -> None:
-    """Of four clients one takes two and a half times as long as the others: it is in every third step."""
-    seconds = ("movie-0=2.5", "movie-1=1", "trec-0=1", "trec-1=0.5")
-    made = config(**SETTINGS, round_percentile=75, client_seconds=seconds)
-    result = run_config(made)
-    others = ["movie-1", "trec-0", "trec-1"]
-    everyone = ["movie-0", *others]
-    assert participants(result.folder) == [others, others, everyone, others, everyone]
-    timed = [
-        row["device_seconds"] for row in read_rows(RunFolder(result.folder).metrics) if row.get("event") == "timed"
-    ]
-    assert timed == [1.0, 1.0, 1.0, 1.0, 2.5]
-    with pytest.raises(ConfigError, match="unknown client 'movie-7'"):
-        run_config(config(name="other", client_seconds=("movie-7=1",)))
 
 
 STEPS: Mapping[str, Sequence[Sequence[str]]] = {

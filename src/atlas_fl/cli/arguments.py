@@ -29,10 +29,7 @@ ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags that earlier descriptions used, and their names here."""
 
 JOINED = frozenset(
-    {
-        *("--task", "--device", "--over", "--server", "--client", "--arrive", "--client-seconds"),
-        *("--without", "--allow", "--plugin", "--knob"),
-    }
+    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin", "--knob"}
 )
 """Flags with a list that may be given several times instead of once with several words."""
 

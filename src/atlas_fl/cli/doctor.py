@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import DemoOptions, DoctorOptions
@@ -87,18 +87,14 @@ def check_gpus() -> Findings:
     lines: list[str] = []
     if _version("torch") is not None:
         try:
-            lines = list(gpu_lines(import_module("torch")))
+            cuda = import_module("torch").cuda
+            for index in range(cuda.device_count() if cuda.is_available() else 0):
+                free, total = cuda.mem_get_info(index)
+                lines.append(f"{cuda.get_device_name(index)}, {human_bytes(free)} of {human_bytes(total)} free")
         except (ImportError, OSError) as error:  # of a library that it loads, such as one of CUDA
             text = f"torch is installed and cannot be loaded: {' '.join(str(error).split())}"
             yield Problem(text, "run `pip install --force-reinstall torch`")
     yield f"GPUs: {'; '.join(lines) or 'none that PyTorch can use'}"
-
-
-def gpu_lines(torch: Any) -> Iterator[str]:
-    """Name and memory of each GPU that this PyTorch can use."""
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        yield f"{torch.cuda.get_device_name(index)}, {human_bytes(free)} of {human_bytes(total)} free"
 
 
 def check_memory(free: int | None) -> Findings:

@@ -85,21 +85,6 @@ class DataConfig:
     arrive: tuple[str, ...] = ()
     """Clients that come when the run has begun: `movie-1=3` joins before round 3, placed beside the clusters that there
     by then; may be repeated."""
-    client_seconds: tuple[str, ...] = ()
-    """Seconds of a client's round, in the place of those predicted for its device: `movie-1=12.5`; may be repeated."""
-
-
-def parse_seconds(words: Sequence[str]) -> Mapping[str, float]:
-    """The seconds of a round of each client that `--client-seconds` names.
-
-    >>> dict(parse_seconds(("movie-1=12.5",)))
-    {'movie-1': 12.5}
-
-    Raises:
-        ConfigError: a word is no `client=seconds` above 0, or a client stands there twice.
-    """
-    allowed = "client=seconds above 0 and below 10^9, each client once"
-    return _by_client("--client-seconds", words, r"\d{1,9}(\.\d{1,9})?", least=1e-9, allowed=allowed)
 
 
 def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
@@ -111,19 +96,14 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     Raises:
         ConfigError: a word is no `client=round` with a round from 2, or a client stands there twice.
     """
-    allowed = "client=round with a round from 2, each client once"
-    rounds = _by_client("--arrive", words, r"\d{1,9}", least=2, allowed=allowed)
-    return {name: int(number) for name, number in rounds.items()}
-
-
-def _by_client(flag: str, words: Sequence[str], form: str, *, least: float, allowed: str) -> dict[str, float]:
-    numbers: dict[str, float] = {}
+    round_by_client: dict[str, int] = {}
     for word in words:
         name, _, text = word.rpartition("=")
-        if not name or name in numbers or not re.fullmatch(form, text, re.ASCII) or float(text) < least:
-            raise invalid_value(flag, word, allowed)
-        numbers[name] = float(text)
-    return numbers
+        number = parse_integer(text) or 0
+        if not name or name in round_by_client or number < 2:
+            raise invalid_value("--arrive", word, "client=round with a round from 2, each client once")
+        round_by_client[name] = number
+    return round_by_client
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,6 @@ def _check_clients(config: schema.Config, *, at_sites: bool) -> None:
     data = config.data
     if not data.tasks and not data.task:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
-    schema.parse_seconds(data.client_seconds)
     for client, join_round in schema.parse_arrivals(data.arrive).items():
         if join_round > config.training.rounds:
             raise ConfigError(

@@ -47,8 +47,7 @@ class PrivacyRecord:
                     f" allowed: {most:g}; bring new examples with a --secret of their own, or give a larger --epsilon"
                 )
             write_sealed(self.path, {"paid": paid})
-        rounds = [count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked]
-        return sum(rounds)
+        return sum(count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked)
 
 
 @dataclass(frozen=True, kw_only=True)

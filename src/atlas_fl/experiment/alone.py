@@ -54,7 +54,7 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
     run = replace(config.run, alone="none", name=folder.alone.name, runs_dir=str(folder.path), max_rounds=None)
     reference = replace(
         config,
-        data=replace(config.data, arrive=(), client_seconds=()),
+        data=replace(config.data, arrive=()),
         training=replace(training, **{**reset, "eval_every": eval_every}),
         clustering=warmed if config.clustering.fingerprint == "delta" else usual.clustering,
         ranks=replace(config.ranks, rerank=False),

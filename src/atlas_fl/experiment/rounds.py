@@ -26,7 +26,6 @@ from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
-from atlas_fl.config.schema import parse_seconds
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.late_join import add_late_clients
@@ -217,17 +216,14 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
-def round_start(
-    assembly: Assembly, state: FederationState, planned: PlanResult, *, is_served: bool = False
-) -> RoundStart:
+def round_start(assembly: Assembly, state: FederationState, planned: PlanResult, *, served: bool = False) -> RoundStart:
     """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
     clients = tuple(name for name in drawn if name in assembly.names)
     method, rounds = strategy_of(config), last_aggregation(config)
-    given = parse_seconds(config.data.client_seconds)
-    seconds = {one.name: given.get(one.name, one.predicted["seconds"]) for one in planned.plan.clients}
-    wait = method.wait(round=number, rounds=rounds, seconds=seconds) if is_served else None
+    seconds = {client.name: client.predicted["seconds"] for client in planned.plan.clients}
+    wait = method.wait(round=number, rounds=rounds, seconds=seconds) if served else None
     length = 0.0
     if wait is None:
         clients, length = method.schedule(clients, round=number, rounds=rounds, seconds=seconds)
@@ -288,7 +284,7 @@ def one_round(
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config = assembly.config
-    start = round_start(assembly, state, planned, is_served=isinstance(engine, RemoteEngine))
+    start = round_start(assembly, state, planned, served=isinstance(engine, RemoteEngine))
     parts = parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     method, sent, kept = (

@@ -100,8 +100,7 @@ class FedAvgByArrival(ByCohort):
         if round >= rounds:
             return None if round > rounds else Wait(updates=len(seconds))
         if self.round_percentile:
-            _, length = in_time(seconds, percentile=self.round_percentile, step=round)
-            return Wait(updates=1, seconds=length)
+            return Wait(updates=1, seconds=in_time(seconds, percentile=self.round_percentile, step=round)[1])
         return Wait(updates=self.buffer)
 
     def began(self, round: RoundStart, client: str) -> int:
@@ -130,13 +129,10 @@ class FedAvgByArrival(ByCohort):
             return model
 
         done = self.step(next_value, inputs)
-        begun = {**params_by_client(inputs.server_state, BEGUN)}
-        begun |= {client: {"step": torch.tensor(float(inputs.round))} for client in inputs.updates}
-        models = {
-            client: done.client_models[client] if client in inputs.updates else inputs.client_models[client]
-            for client in done.client_models
-        }
-        return replace(done, server_state={MODEL: newest, BEGUN: begun}, client_models=models)
+        begun = {client: {"step": torch.tensor(float(inputs.round))} for client in inputs.updates}
+        models = {**inputs.client_models, **{client: done.client_models[client] for client in begun}}
+        state = {MODEL: newest, BEGUN: {**params_by_client(inputs.server_state, BEGUN), **begun}}
+        return replace(done, server_state=state, client_models=models)
 
 
 FEDBUFF = PublishedMethod(

@@ -14,7 +14,7 @@ import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, load_config
-from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals, parse_seconds
+from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.chat import last_answer
@@ -564,15 +564,12 @@ def defer_late_clients(assembly: Assembly) -> Assembly:
 
     Raises `ConfigError` for a client that there is not, and where nobody is left to begin.
     """
-    data = assembly.config.data
-    rounds = parse_arrivals(data.arrive)
-    has_queue = assembly.join_queue is not NO_LATE_CLIENTS  # sites may still come
-    seconds = () if has_queue else parse_seconds(data.client_seconds)
-    for name in (*rounds, *seconds):
-        if name not in assembly.names:
-            raise unknown_name("client", name, assembly.names)
+    rounds = parse_arrivals(assembly.config.data.arrive)
     if not rounds:
         return assembly
+    for name in rounds:
+        if name not in assembly.names:
+            raise unknown_name("client", name, assembly.names)
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
     newcomers = [
