@@ -99,10 +99,9 @@ def rate_of(examples: int, options: TrainOptions) -> float:
 
 def costs_of(examples: int, options: TrainOptions, steps: int) -> tuple[tuple[float, int], ...]:
     """(rate q, steps) of so many steps of rounds, and of those on halves."""
-    costs = ((rate_of(examples, replace(options, half=None)), steps),)
-    if options.pays_halves:
-        costs += ((rate_of(examples, replace(options, half=0)), num_steps(examples, options)),)
-    return costs
+    of_rounds = rate_of(examples, replace(options, half=None)), steps
+    of_halves = rate_of(examples, replace(options, half=0)), num_steps(examples, options)
+    return (of_rounds, of_halves) if options.pays_halves else (of_rounds,)
 
 
 def noise_multiplier(examples: int, options: TrainOptions) -> float:

@@ -131,7 +131,7 @@ class FedAvgByArrival(ByCohort):
         done = self.step(next_value, inputs)
         begun = {client: {"step": torch.tensor(float(inputs.round))} for client in inputs.updates}
         models = {**inputs.client_models, **{client: done.client_models[client] for client in begun}}
-        state = {MODEL: newest, BEGUN: {**params_by_client(inputs.server_state, BEGUN), **begun}}
+        state: ServerState = {MODEL: newest, BEGUN: {**params_by_client(inputs.server_state, BEGUN), **begun}}
         return replace(done, server_state=state, client_models=models)
 
 

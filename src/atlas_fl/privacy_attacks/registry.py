@@ -22,7 +22,7 @@ PrivacyAttack: TypeAlias = Callable[..., Sequence[Row]]
 
 
 def _tokens(assembly: Assembly, client: ClientData, *, on_event: OnEvent, **_: int) -> Sequence[Row]:
-    (other, *_) = others_of(assembly, client)
+    other = others_of(assembly, client)[0]
     servers = (False,) if assembly.is_full else (False, True)
     return [read_tokens(assembly, client, other, hostile=hostile, on_event=on_event) for hostile in servers]
 
