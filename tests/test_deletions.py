@@ -119,9 +119,7 @@ def test_every_place_that_deletes_or_writes_over_is_named_with_its_reason() -> N
 
 def test_everybody_who_replaces_files_is_named_with_the_place() -> None:
     writers = {
-        name
-        for name, path in MODULES.items()
-        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in nodes(path, ast.Call))
+        name for name, path in MODULES.items() if any(called(call) in OWN_WRITERS for call in nodes(path, ast.Call))
     }
     found = writers - {"storage/files.py", "storage/folder_access.py"}
     assert found == set(WRITERS), "say in WRITERS where this writes, and why nothing of a user's lies there"

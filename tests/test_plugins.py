@@ -58,12 +58,13 @@ def test_a_registry_holds_a_plugin_while_a_config_names_it_and_no_longer() -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_takes_a_name_and_refuses_one_that_any_registry_of_these_names_has(plugin, kind: str) -> None:
-    taken = next(iter(registered_names()[kind]), {"metric": "accuracy", "figure": "bytes"}.get(kind))
-    load_plugins((plugin(f"register({kind!r}, 'entry-of-mine')(0)\n"),))
+    mine = plugin(f"register({kind!r}, 'entry-of-mine')(0)\n")
+    taken = next(iter(registered_names()[kind]), {"metric": "accuracy", "figure": "bytes"}.get(kind, "entry-of-mine"))
+    load_plugins((mine,))
     assert "entry-of-mine" in registered_names()[kind]
     path = plugin(f"register({kind!r}, 'another')(0)\nregister({kind!r}, {taken!r})(0)\n", "taken.py")
     with pytest.raises(ConfigError, match=f"taken.py registers the {kind} '{taken}', a name that is taken"):
-        load_plugins((path,))
+        load_plugins((mine, path) if taken == "entry-of-mine" else (path,))
     assert "another" not in registered_names()[kind]
     assert "entry-of-mine" not in registered_names()[kind]
 

@@ -21,7 +21,7 @@ from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.tokenization import encode_prompts
-from atlas_fl.split import channel
+from atlas_fl.split import channel, codec
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
 from atlas_fl.split.model import client_forward, load_client_part, select_client_side, server_forward
@@ -203,7 +203,7 @@ def test_what_is_counted_is_what_was_encoded(tiny_of, site_of, spec_of, monkeypa
 
         return counted
 
-    for module in (channel, split_server):
+    for module in (channel, codec):
         monkeypatch.setattr(module, "encode_rows", spy(encode_rows, "rows"))
     for module in (split_client, split_server):
         monkeypatch.setattr(module, "encode_tensors", spy(encode_tensors, "tensors"))

@@ -18,27 +18,27 @@ def test_a_share_that_the_sketch_shows_is_read_and_noise_is_guessed(
     config: Make, monkeypatch: pytest.MonkeyPatch, shows: bool
 ) -> None:
     """Shadow clients have the shares that they should; by hand, nine shares of .1 to .9 are .2222 from their mean."""
-    seen: list[dict[str, EncodedExamples]] = []
+    seen: list[list[EncodedExamples]] = []
     draw = np.random.default_rng(0)
 
     def sketches(_, __, made, *, on_event):
         seen.append(made)
-        truth = [np.mean(one.labels) for one in made.values()]
+        truth = [np.mean(one.labels) for one in made]
         if len(seen) == 2:
-            token = max({*np.concatenate([one.ids for one in made.values()])}, key=lambda one: spread(made, one))
-            truth = [holds(one, token).mean() for one in made.values()]
+            token = max({*np.concatenate([one.ids for one in made])}, key=lambda one: spread(made, one))
+            truth = [holds(one, token).mean() for one in made]
         assert on_event is not None
         return np.stack([np.array(truth) * shows, *draw.normal(size=(3, len(made)))], axis=1)
 
-    def spread(made: dict[str, EncodedExamples], token: int) -> float:
-        return float(np.ptp([holds(one, token).mean() for one in made.values()]))
+    def spread(made: list[EncodedExamples], token: int) -> float:
+        return float(np.ptp([holds(one, token).mean() for one in made]))
 
     monkeypatch.setattr(properties, "measure_sketches", sketches)
     rows = run_attack(config(**MANY), "properties", shadows=9)
     assert [row["property"].split()[0] for row in rows] == ["label", "word"]
     for row, made in zip(rows, seen, strict=True):
         assert row["error_chance"] == pytest.approx(0.2222, abs=1e-4)
-        assert {len(one) for one in made.values()} == {row["examples"]} and len(made) == 18
+        assert {len(one) for one in made} == {row["examples"]} and len(made) == 18
         if shows:
             assert row["correlation"] > 0.98 and row["error"] < 0.05
         else:

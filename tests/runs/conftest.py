@@ -77,8 +77,8 @@ def models_loaded_once(request: pytest.FixtureRequest, loaded_models: dict[objec
         return once
 
     with pytest.MonkeyPatch.context() as patch:
-        for load in (load_backbone, load_image_backbone):
-            patch.setattr(assembly, load.__name__, loads_once(load))
+        patch.setattr(assembly.loading, "load_backbone", loads_once(load_backbone))
+        patch.setattr(assembly, "load_image_backbone", loads_once(load_image_backbone))
         yield
     assert all(digest(loaded_models[key].frozen) == before for key, before in digests.items()), "a run altered a model"
 
