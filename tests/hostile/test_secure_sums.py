@@ -106,11 +106,6 @@ def test_sites_with_budgets_of_their_own_end_where_a_simulation_of_private_train
     assert {len(read_json(tmp_path / f"{name}-privacy")["paid"]) for name in FOUR} == {2}
     (line, *_) = [line for line in found.told["movie-0"] if "a hostile server may still learn" in line]
     assert "with noise of epsilon 2 for each example" in line and "seen in sums over sites alone" in line
-    # a budget of its own below that of the settings
-    made = shared_config(name="refused", **given)
-    refused = record(made, tmp_path / "refused", FOUR, how={"least": 3}, secure=4, dp="example", epsilon=1.0)
-    assert all("the server's --epsilon: 2.0; allowed: at most 1.0" in one for one in refused.found.refused.values())
-    assert refused.found.refused
 
 
 def test_nothing_that_leaves_a_site_holds_its_model(usual: Recording) -> None:
