@@ -62,7 +62,7 @@ def test_clients_add_the_noise_to_secure_sums_themselves(config: Make) -> None:
     assert sums and all(" clients, with noise of " in reason for reason in sums)
     notes = read_json(whole.folder / "plan.json")["notes"]
     assert any("the server sees the mean of the adapters over" in note for note in notes)
-    assert any("labels, scores are not covered" in note for note in notes)
+    assert any("labels, and scores are not covered" in note for note in notes)
     parts = resume_run(run_config(config(name="parts", max_rounds=1, **given)).folder)
     assert same_tensors(state(whole.folder), state(parts.folder))
 
