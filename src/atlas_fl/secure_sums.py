@@ -238,7 +238,7 @@ class SumClient:
     vector: Vector
     noise: Noise | None = None
     survivors: tuple[str, ...] = ()
-    """Those whose y came."""
+    """Clients whose y came."""
     _list: bytes = b""
     _said: int = 0
     _own: bytes = field(default_factory=lambda: os.urandom(SECRET_BYTES))
@@ -392,7 +392,7 @@ class SumResult:
     total: Float64[np.ndarray, " d"]
     survivors: tuple[str, ...]
     examples: Mapping[str, int]
-    """Of those who have sent keys."""
+    """By client that has sent keys how many it has."""
     sent_bytes: Mapping[str, tuple[int, int]]
     """By client the bytes up and down beside the masked vector."""
 

@@ -98,7 +98,7 @@ class SearchResult:
     settings: Path
     """The file of the best settings, beside the runs."""
     trials: Sequence[Mapping[str, Any]]
-    """Of every trial its number, its values as a command line spells them, the mean validation score of its best round
+    """Number of every trial, its values as a command line spells them, the mean validation score of its best round
     (the earliest of equals), this round (None where no outputs are numbers), its evaluated rounds and its run."""
 
     @property

@@ -473,7 +473,7 @@ class FederationState:
             validation_scores=content["validation"],
             history={int(round): score for round, score in content["history"].items()},
             is_over=content["over"],
-            clip=content.get("clip", 0.0),  # a run of before has none
+            clip=content["clip"],
             by_client={kind: unflatten_by_client(flat) for kind, flat in by_client.items()},
         )
 

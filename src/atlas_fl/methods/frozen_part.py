@@ -120,6 +120,6 @@ class WithFrozenPart(Averaging):
         return tensors(subtree(server_state, RESIDUAL))
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:
-        """What of it the newest round has added, which is what is sent; all of it where every round freezes others."""
+        """The part that the newest round has added, which is sent; all of it where every round freezes others."""
         has_sum = NEWEST in server_state
         return tensors(subtree(server_state, NEWEST)) if has_sum else self.frozen_part(server_state, client)

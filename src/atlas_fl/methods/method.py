@@ -36,7 +36,7 @@ answer for all are left out."""
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What the server waits for before an asynchronous step across machines; clients still at work go on."""
+    """Condition for an asynchronous step across machines; clients still at work go on."""
 
     updates: int
     """So many updates, with which the step is made."""
@@ -71,7 +71,7 @@ class RoundStart:
     device_seconds: float = 0.0
     """How long it takes on the devices' profiles."""
     wait: Wait | None = None
-    """What an asynchronous step across machines waits for; None where all clients are waited for."""
+    """Condition for an asynchronous step across machines; None where all clients are waited for."""
 
     def of(self, kind: str) -> ByClient:
         """The tensors of this kind by client; empty where nobody has any."""
@@ -288,7 +288,7 @@ class Method(Part):
         return tuple(drawn), max((seconds[name] for name in drawn), default=0.0)
 
     def wait(self, *, round: int, rounds: int, seconds: Mapping[str, float]) -> Wait | None:
-        """What the server waits for in this round across machines; by default for all clients, with None."""
+        """Condition for this round's step across machines; None, the default, for all clients."""
         del round, rounds, seconds
         return None
 

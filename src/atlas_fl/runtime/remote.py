@@ -59,7 +59,7 @@ class RemoteEngine:
                 split_server=self.split_server,
                 on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
             )
-            updates += self._answered(action, zip(batch, answers, strict=True), updates)
+            updates += self._collect(action, zip(batch, answers, strict=True), updates)
         most = 0 if action == SUM else len(jobs)  # a sum has a threshold
         self._check_enough(action, jobs, updates, most=most, round=jobs[0].round if jobs else 0)
         return [replace(update, travelled=True) for update in updates]
@@ -75,11 +75,11 @@ class RemoteEngine:
             seconds=self.deadline_seconds,
             on_done=lambda done: self.bridge.progress("train", done, len(jobs)),
         )
-        updates = self._answered("train", [(job, answers.get(job.client)) for job in jobs], ())
+        updates = self._collect("train", [(job, answers.get(job.client)) for job in jobs], ())
         self._check_enough("train", jobs, updates, most=min(wait.updates, len(jobs)), round=round)
         return [replace(update, travelled=True) for update in updates]
 
-    def _answered(
+    def _collect(
         self, action: str, answers: Iterable[tuple[Job, Update | str | None]], before: Sequence[Update]
     ) -> list[Update]:
         """The updates among these answers, with a note on each job that failed."""

@@ -68,7 +68,7 @@ class SenderState:
     mask: masks.Mask | None = None
     """The weights of the body that may move, from the first job on that brings a mask."""
     compressed: bool = False
-    """What was trained comes as its change in few bytes (`sparse.compression`), unless there is a mask."""
+    """Trained tensors come as their change in few bytes (`sparse.compression`), unless there is a mask."""
     _cache: DigestCache = field(default_factory=DigestCache)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -187,7 +187,7 @@ class Receiver:
     keeps_trained: bool = True
     """The last model trained here is held too, whose scores a server may ask for."""
     compresses: bool = False
-    """What was trained is sent as its change in few bytes, unless there is a mask."""
+    """Trained tensors are sent as their change in few bytes, unless there is a mask."""
     trains_heads: bool = False
     """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     held: dict[str, Params] = field(default_factory=dict)
