@@ -30,7 +30,6 @@ OWNERS = {
     "onnx": "storage/",
     "gguf": ("storage/gguf_smollm2.py", "models/gguf_adapter.py"),
     "PIL": "data/",
-    "optuna": "experiment/search.py",
     "yaml": ("config/", "report/html/charts.py"),
     "packaging": "storage/extras.py",
     "jinja2": ("models/chat_template.py", "experiment/export.py", "report/html/elements.py"),

@@ -51,7 +51,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "models/loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
     "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
-    "experiment/search.py": ({"create_study": 1}, "a study in memory"),
 }
 """By module: which calls, how often, and why nothing of a user's can go by them."""
 
@@ -60,7 +59,7 @@ WRITERS: Mapping[str, str] = {
     "cli/run.py": "--to, which is new or a plan",
     "flower/messages.py": "certificates in a temporary folder of this process",
     "runtime/transport/certificates.py": "the list of clients, which it has read",
-    "cli/sweep.py": "beside the runs, under a name that has a digest of them or of a search",
+    "cli/sweep.py": "beside the runs, under a name that has a digest of them",
     "deployment/server.py": "in a run's folder",
     "deployment/receipt.py": "into a folder of drafts",
     "deployment/service.py": "in a run's folder",
@@ -83,7 +82,6 @@ WRITERS: Mapping[str, str] = {
     "report/figures.py": "the numbers of figures, beside them in a run's folder",
     "report/html/write.py": "a page, where what is none of ours was set aside",
     "experiment/run.py": "in a run's folder",
-    "experiment/search.py": "beside the runs, under a name that has a digest of the search",
     "experiment/tuning.py": "in a run's folder",
     "setup/own_data.py": "under a name that has a digest of what is written",
 }

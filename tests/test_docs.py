@@ -22,7 +22,6 @@ from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import AtlasError
-from atlas_fl.experiment.search import check_space, parse_space
 from atlas_fl.experiment.sweep import chosen_seeds, grid, parse_over
 from tests.sources import MODULES, listed, nodes
 from tools import site
@@ -285,9 +284,7 @@ def accept(command: str, words: list[str]) -> None:
         grid(options.settings, over={"strategy": methods}, seeds=(42,))
     elif has_settings(options_of) and "--task" not in words:
         validate(options.settings)
-    if command == "search":
-        check_space(options.settings, parse_space(options.over))
-    elif over := getattr(options, "over", ()):
+    if over := getattr(options, "over", ()):
         grid(options.settings, over=parse_over(over), seeds=chosen_seeds(options.seeds))
 
 

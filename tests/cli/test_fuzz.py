@@ -33,7 +33,7 @@ def random_line(draw: random.Random) -> list[str]:
     command = draw.choice([*COMMANDS, "run", "run", "sweep", "compare"])
     # whatever is understood must have nothing to do: no run of this name, no task of this name
     words = {"run": ["--tasks", "nothing"], "sweep": ["--tasks", "nothing"], "compare": ["--tasks", "nothing"]}
-    words |= {"search": ["--tasks", "nothing"], "demo": ["--preset", "nothing"], "doctor": ["--preset", "nothing"]}
+    words |= {"demo": ["--preset", "nothing"], "doctor": ["--preset", "nothing"]}
     words |= {"plan": ["--tasks", "nothing"], "attack": ["cuts", "--tasks", "nothing"]}
     line = [command, *words.get(command, [])]
     for _ in range(draw.randrange(5)):

@@ -69,7 +69,6 @@ RUNS: Mapping[str, str] = {
     "atlas resume {}": "atlas resume runs/stopped",
     "atlas run": f"atlas run {TINY} --name again --max-rounds 1",
     **dict.fromkeys(("atlas run --config THIS_FILE --name again", "atlas run --config {} --name again"), REPEATED),
-    "atlas run --config {}": REPEATED,
     "atlas compare --preset {} --strategies local fedavg_cluster atlas --seeds 3": (
         f"atlas compare {TINY} --strategies local fedavg_cluster atlas --seeds 3 --rounds 1"
     ),

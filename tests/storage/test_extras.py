@@ -29,7 +29,7 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
     named = {name for text in sources for name in re.findall(r"install_command\(\"?'?([a-z]+)'?\"?\)", text)}
     named |= {name for text in sources for name in re.findall(r"import_extra\([^)]*extra=\"([a-z-]+)\"", text)}
     trackers = {name for text in sources for name in re.findall(r'importing\([^)]*package="([a-z]+)"', text)}
-    assert {"search", "flower", "ray"} <= named
+    assert {"quant", "flower", "ray"} <= named
     assert trackers == {"wandb", "tensorboard", "mlflow", "trackio"}
     assert (named - {"package", "extra"}) | trackers <= DECLARED.keys()
 
@@ -44,4 +44,4 @@ def test_without_an_installation_the_sources_are_named(monkeypatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(extras.metadata, "requires", missing)
-    assert install_command("search") == "pip install '.[search]'"
+    assert install_command("ray") == "pip install '.[ray]'"

@@ -42,7 +42,6 @@ COMMANDS: Mapping[str, Command] = {
     "place": Command("results.place", options.PlaceOptions),
     "compare": Command("sweep.compare", options.CompareOptions, refused=("--seed", "--strategy")),
     "sweep": Command("sweep.sweep", options.SweepOptions, refused=("--seed",)),
-    "search": Command("sweep.search", options.SearchOptions),
     "attack": Command("results.attack", options.AttackOptions),
     "masks": Command("results.masks", options.MasksOptions),
     "vectors": Command("results.vectors", options.VectorsOptions),

@@ -320,18 +320,6 @@ class CompareOptions(SettingsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(SettingsOptions):
-    """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
-    The same command goes on where it was stopped. Ends in a table, its CSV file, and one of the best settings."""
-
-    over: tuple[str, ...] = ()
-    """A setting and its range, `lr=1e-4..1e-2:log` or `local-steps=4..16`, or its values, `weight-decay=0,1e-4`; may be
-    repeated."""
-    trials: int = 20
-    """Trials of the whole search, those of before among them."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServiceChoices, SettingsOptions):
     """Train a federation whose clients join from other machines, each with its own certificate and data. The same
     command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""

@@ -1,4 +1,4 @@
-"""`atlas sweep`, `compare` and `search`: many runs."""
+"""`atlas sweep` and `compare`: many runs."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,12 @@ from typing import Literal, TypeAlias
 
 from atlas_fl.cli.arguments import Words, parse
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.cli.options import CompareOptions, SearchOptions, SweepOptions
-from atlas_fl.config import Config, validate, with_values
+from atlas_fl.cli.options import CompareOptions, SweepOptions
+from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import federation_name
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
-from atlas_fl.experiment.search import parse_space, run_search
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
@@ -31,13 +30,13 @@ from atlas_fl.experiment.sweep import (
 )
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
-from atlas_fl.report import comparison_tables, csv_text, drawing, federation_ranks, finished_runs
+from atlas_fl.report import comparison_tables, drawing, federation_ranks, finished_runs
 from atlas_fl.report.federation_results import VARIED, FederationResults, federation_results, lines_in_one_place
 from atlas_fl.report.format import seconds
 from atlas_fl.report.html.comparison_page import federations_page
 from atlas_fl.report.html.elements import markdown, render
 from atlas_fl.report.method_comparison import comparison_sentence, describe_runs
-from atlas_fl.report.sweep import search_table, sweep_chart
+from atlas_fl.report.sweep import sweep_chart
 from atlas_fl.setup.options import learning_rate_of
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import read_json, read_rows
@@ -252,29 +251,3 @@ def label_of(point: Point) -> str:
     if list(point.changes) == ["strategy"]:
         return point.changes["strategy"]
     return " ".join(f"{name}={value}" for name, value in point.changes.items())
-
-
-def search(options: SearchOptions) -> int:
-    """Run the search that these words say; 0."""
-    if not options.over:
-        raise ConfigError("--over is missing; allowed: a setting and its range; write --over lr=1e-4..1e-2:log")
-    validate(options.settings)
-
-    with show_progress() as on_event, going_on("the same command"):
-
-        def announce(number: int, point: Point, state: RunState) -> None:
-            trial = f"trial {number} ({number + 1} of {options.trials}): {label_of(point)}"
-            on_event(PhaseStarted(f"{trial} {WORDS[state]}"))
-
-        found = run_search(
-            options.settings,
-            space=parse_space(options.over),
-            trials=options.trials,
-            on_trial=announce,
-            on_event=on_event,
-        )
-    table = found.settings.with_suffix(".csv")
-    write_atomic(table, csv_text.format_csv(found.trials).encode())
-    show([search_table(found), f"the same as CSV: {table}"])
-    show([f"the best settings: atlas run --config {found.settings}"])
-    return 0

@@ -1,19 +1,16 @@
-"""Chart of a sweep, table and CSV of a search: score over a setting, with error bars over seeds."""
+"""Chart of a sweep: score over a setting, with error bars over seeds."""
 
 import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from atlas_fl.experiment.search import SearchResult
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
-from atlas_fl.report.table import Table, count, plain
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
 WORDS = {"nc": "classes per client (N_c)", "local_steps": "local steps (J)", "lr": "learning rate"}
 """Names of settings in a figure, if their own do not say it."""
 NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
-SHOWN_DIGITS, LONGEST = 3, 8
 
 
 def sweep_chart(changes: Sequence[Mapping[str, str]], scores: Sequence[float], *, note: str = "") -> Chart:
@@ -81,33 +78,3 @@ def word_of(setting: str) -> str:
 def _are_numbers(values: Sequence[str]) -> bool:
     numbers = [value for value in values if value != EVENLY]
     return bool(numbers) and all(map(NUMBER.fullmatch, numbers))
-
-
-def search_table(search: SearchResult) -> Table:
-    """A row for each trial, the chosen values and their score on validation; the best is bold."""
-    best = search.best
-    number, *settings = list(best)[:-4]
-    return Table(
-        title=f"{len(search.trials)} trials",
-        columns=(number, *settings, "validation", "best round", "rounds"),
-        rows=[
-            [
-                str(trial[number]),
-                *(_short(trial[name]) for name in settings),
-                *(plain(trial["validation"], 4), count(trial["best_round"])),
-                str(trial["rounds"]),
-            ]
-            for trial in search.trials
-        ],
-        note=f"mean validation score over clients in a trial's best round; best: trial {best[number]}, {best['run']}",
-        bold_row=best[number],
-    )
-
-
-def _short(text: str) -> str:
-    """A number with the digits that matter, every other value as it is.
-
-    >>> [_short(text) for text in ("0.0003488520557", "8", "1e-4", "random")]
-    ['0.000349', '8', '1e-4', 'random']
-    """
-    return f"{float(text):.{SHOWN_DIGITS}g}" if len(text) > LONGEST and NUMBER.fullmatch(text) else text

@@ -16,7 +16,7 @@ PROJECT = "atlas-fl"
 
 
 def extra_requirements(extra: str) -> dict[str, str]:
-    """By package what this extra, or for "" ATLAS itself, needs on this machine, such as `optuna>=4.4`.
+    """By package what this extra, or for "" ATLAS itself, needs on this machine, such as `dp-accounting>=0.6`.
 
     Empty where ATLAS is not installed.
     """
@@ -34,7 +34,7 @@ def accepts(requirement: str, version: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what this extra needs, such as `pip install 'optuna>=4.4'`.
+    """The command that installs what this extra needs, such as `pip install 'dp-accounting>=0.6'`.
 
     Where ATLAS runs from its sources without being installed, it installs both, from the folder of the sources.
     """
