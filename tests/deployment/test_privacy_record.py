@@ -7,6 +7,7 @@ import pytest
 
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.privacy import epsilon_of_sums
 from atlas_fl.client.private_training import train_privately
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.data.clients import Sizes, site_client
@@ -14,7 +15,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Source
 from atlas_fl.deployment import privacy_record
 from atlas_fl.deployment.consent import SiteChoices, check_consent
-from atlas_fl.deployment.privacy_record import PrivacyRecord
+from atlas_fl.deployment.privacy_record import PrivacyRecord, pay_run
 from atlas_fl.deployment.settings_policy import check_settings
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.storage.jsonl import read_json
@@ -39,6 +40,23 @@ def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_pat
     with pytest.raises(ConfigError, match=r"allowed: 1\.04;"):
         PrivacyRecord(path=path, most=1.04).pay("5", 40, other, 10)
     assert PrivacyRecord(path=path, most=1.5).pay("5", 40, other, 10) == 10
+
+
+def test_runs_with_client_privacy_add_up_and_one_that_was_paid_goes_on(tmp_path: Path) -> None:
+    """Two runs of one noise and six sums each are one of twelve sums."""
+    for unit in (0.0, 1e-6):
+        account, whole = tmp_path / f"a-{unit}-runs", epsilon_of_sums([(2.0, unit, 12)], 1e-2)
+        pay_run(account, "one", (2.0, unit, 6), delta=1e-2, most=whole)
+        paid = account.read_bytes()
+        with pytest.raises(ConfigError, match=rf"epsilon {whole:.4g} with this run by .*-runs; allowed: .*; leave"):
+            pay_run(account, "two", (2.0, unit, 6), delta=1e-2, most=whole - 0.01)
+        pay_run(account, "one", (2.0, unit, 6), delta=1e-2, most=0.1)
+        assert account.read_bytes() == paid, "nothing is recorded of what was refused, and what was paid goes on"
+        pay_run(account, "two", (2.0, unit, 6), delta=1e-2, most=whole + 1e-9)
+        assert read_json(account)["runs"] == {name: [2.0, unit, 6] for name in ("one", "two")}
+    # k Gaussian mechanisms are one whose noise is smaller by the root of k
+    once = epsilon_of_sums([(12**-0.5 * 2, 0.0, 1)], 1e-2)
+    assert epsilon_of_sums([(2.0, 0.0, 12)], 1e-2) == pytest.approx(once, abs=1e-3)
 
 
 def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
@@ -101,8 +119,16 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
     plain = validate(with_values(Config(), {"strategy": "fedavg", "tasks": "movie+trec"}))
     check_settings(private, consent(dp="example", epsilon=3.0), client=client, device="cpu_2gb")
     check_settings(private, consent(), client=client, device="cpu_2gb")
+    summed = {"dp": "client", "delta": "0.01", "update_filter": "clip=0.5", "strategy": "fedit", "ranks": "4"}
+    whole = validate(with_values(Config(), {**summed, "alone": "none", "epsilon": "3"}))
+    check_settings(whole, consent(dp="client", epsilon=3.0), client=client, device="cpu_2gb")
+    no_delta = with_values(whole, {"delta": "none"})
+    check_settings(no_delta, consent(), client=client, device="cpu_2gb")
     for config, choices, message in (
         (plain, {"dp": "example"}, "the server's --dp is none, and this site joins with --dp example"),
+        (private, {"dp": "client"}, "the server's --dp is example, and this site joins with --dp client"),
+        (whole, {"dp": "client", "epsilon": 2.5}, r"the server's --epsilon: 3\.0; allowed: at most 2\.5"),
+        (no_delta, {"dp": "client"}, r"--delta follows from how many sites there are; ask for settings with --delta"),
         (private, {"dp": "example", "epsilon": 2.5}, r"the server's --epsilon: 3\.0; allowed: at most 2\.5"),
         (
             with_values(private, {"delta": "0.1"}),
@@ -120,7 +146,7 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
     [
         ({"epsilon": 3.0}, "--epsilon is 3; allowed: above 0, with --dp example"),
         ({"dp": "example", "epsilon": 0.0}, "--epsilon is 0; allowed: above 0"),
-        ({"dp": "client"}, "--dp is 'client'; allowed: none, example"),
+        ({"dp": "site"}, "--dp is 'site'; allowed: none, example, client"),
     ],
 )
 def test_a_pin_that_says_nothing_is_one_line(values, message) -> None:

@@ -81,7 +81,7 @@ SUMMED = {**GIVEN, "secure": True, "secure_range": 16.0, "delta": 0.1}
 def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
     shared_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    found = record(shared_config(name="shares", **SUMMED), tmp_path, THREE, secure=3)
+    found = record(shared_config(name="shares", **SUMMED), tmp_path, THREE, secure=3, dp="client", epsilon=5.0)
     assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
     passing_audit(found.found.folder, "epsilon")
     spent = {row["round"]: row["epsilon"] for row in rows(found.found.folder) if row.get("split") == "train"}
@@ -92,6 +92,8 @@ def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
         paid = read_sealed(tmp_path / f"{name}-sums", "sums")["sums"]
         assert {place.split()[3] for place in paid} == {"1", "2"}
         assert {who for place, who in paid.items() if place.endswith("survivors")} == {" ".join(THREE)}
+        ((noise, unit, sums),) = read_sealed(tmp_path / f"{name}-runs", "runs")["runs"].values()
+        assert (noise, sums) == (settings.deviation / 0.5, 2) and 0 < unit < 1e-3
     # the noise of the first round's sum: of three clients, two of which have the stated deviation
     plain = run_config(shared_config(name="exact", secrets=str(tmp_path), **{**SUMMED, "secure": False, **NO_NOISE}))
     first, exact = state(found.found.folder, round=1), state(plain.folder, round=1)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from atlas_fl.planning.client_privacy import (
     clip_changes,
     drawn_normals,
     next_clip,
+    noise_filter,
     noise_multiplier,
     noise_notes,
     noisy_settings,
@@ -66,7 +68,7 @@ def test_everybody_pays_for_every_round_and_the_last_ends_the_budget() -> None:
 
 def test_who_is_drawn_pays_for_its_own_sums_and_the_noise_is_for_who_is_in_most() -> None:
     config = config_of(participation=0.3)
-    drawn = [sample_clients(NAMES, participation=0.3, seed=config.run.seed, round=number) for number in range(1, 13)]
+    drawn = [sample_clients(config, NAMES, round=number) for number in range(1, 13)]
     counts = num_sums(config, NAMES, range(1, 13))
     assert counts == {name: sum(name in clients for clients in drawn) for name in {*sum(drawn, ())}}
     assert sum(counts.values()) == 36 and len({*counts.values()}) > 1
@@ -112,7 +114,7 @@ def models_of(seed: int, size: int = 20_000) -> dict[str, dict[str, torch.Tensor
 
 def means_of(models: dict[str, dict[str, torch.Tensor]], *, round: int = 1, seed: int = 0) -> dict[str, dict]:
     before = {name: dict.fromkeys(("x", "head"), torch.zeros_like(models["c0"]["x"])) for name in NAMES}
-    sum_of = partial(noisy_sum, before, models, partial(seeded_normals, seed))
+    sum_of = partial(noisy_sum, before, models, partial(seeded_normals, config_of(seed=seed)))
     return secure_means(GROUPS, SETTINGS, before, models, sum_of, round=round).updates
 
 
@@ -284,8 +286,8 @@ def test_the_clip_comes_to_the_quantile_of_the_norms(quantile: float, start: flo
     config, draw = config_of(clip_quantile=quantile), np.random.default_rng(0)
     norms = np.exp(draw.normal(size=100))
     clip, last = start, list[float]()
-    for number in range(160):
-        clip = next_clip(config, HUNDRED, norms, clip, float(seeded_normals(0, COUNT, number, 1)[0]))
+    for number in range(1, 161):
+        clip = next_clip(config, HUNDRED, norms, clip, float(seeded_normals(config, COUNT, number, 1)[0]))
         last.append(clip)
     assert np.exp(np.mean(np.log(last[-60:]))) == pytest.approx(np.quantile(norms, quantile), rel=0.08)
 
@@ -306,3 +308,77 @@ def test_too_few_clients_to_count_are_refused() -> None:
     config = config_of(clip_quantile=0.5)
     with pytest.raises(ConfigError, match=r"counts 10 clients a round with noise of 0\.5, .* allowed: 24 clients"):
         noisy_settings(config, NAMES)
+
+
+# noise that is correlated over rounds, with --noise-bands
+
+
+def matrix_of(bands: int, rounds: int) -> np.ndarray:
+    """C itself, from the series of (1 - x)^(-1/2) (Kalinin and Lampert 2024, definition 1)."""
+    root = [math.comb(2 * j, j) / 4**j for j in range(min(bands, rounds))]
+    matrix = sum(value * np.eye(rounds, k=-j) for j, value in enumerate(root))
+    return np.asarray(matrix) / math.sqrt(sum((math.comb(2 * j, j) / 4**j) ** 2 for j in range(bands)))
+
+
+@pytest.mark.parametrize(("bands", "rounds"), [(1, 7), (2, 7), (5, 20), (20, 8)])
+def test_the_filter_is_the_inverse_of_the_banded_square_root(bands: int, rounds: int) -> None:
+    found = noise_filter(bands, rounds)
+    assert np.allclose(np.linalg.inv(matrix_of(bands, rounds))[:, 0], found, atol=1e-12)
+    # of all bands it is the square root of the sums of prefixes
+    if bands >= rounds:
+        whole = matrix_of(bands, rounds) * math.sqrt(sum((math.comb(2 * j, j) / 4**j) ** 2 for j in range(bands)))
+        assert np.allclose(whole @ whole, np.tri(rounds))
+
+
+def test_two_bands_by_hand() -> None:
+    # c = (1, 1/2) / sqrt(5/4): the noise of a round is taken back by half in the next one
+    assert noise_filter(2, 4) == pytest.approx(math.sqrt(1.25) * np.array([1.0, -0.5, 0.25, -0.125]))
+
+
+@pytest.mark.parametrize("bands", [2, 4])
+def test_a_client_moves_what_is_given_away_by_the_root_of_its_rounds(bands: int) -> None:
+    """C x of a client's updates of norm one, in the rounds that it is drawn in, whatever they are."""
+    config = config_of(noise_bands=bands, participation=0.2)
+    drawn = [sample_clients(config, NAMES, round=number) for number in range(1, 13)]
+    rounds = {name: [t for t, clients in enumerate(drawn) if name in clients] for name in NAMES}
+    draw = np.random.default_rng(1)
+    for name, mine in rounds.items():
+        assert all(later - earlier >= bands for earlier, later in pairwise(mine)), name
+        updates = np.zeros((12, 3))
+        updates[mine] = draw.normal(size=(len(mine), 3))
+        updates[mine] /= np.linalg.norm(updates[mine], axis=1, keepdims=True)
+        moved = float(np.linalg.norm(matrix_of(bands, 12) @ updates))
+        assert moved <= math.sqrt(len(mine)) + 1e-9
+        assert len(mine) == spending(config, NAMES, range(1, 13)).get(name, {"paid_steps": 0})["paid_steps"]
+    assert max(map(len, rounds.values())) <= -(-12 // bands)
+
+
+def test_noise_in_bands_is_of_the_stated_size_and_adds_up_to_less() -> None:
+    config, group, size = config_of(noise_bands=4, participation=0.2), GROUPS[0], 20_000
+    rows = []
+    for number in range(1, 13):
+        unit = seeded_normals(config, group, number, size)
+        assert chi2.ppf(1e-6, size) < float(unit @ unit) < chi2.ppf(1 - 1e-6, size), "each is standard normal"
+        rows.append(unit * noisy_settings(config, NAMES, round=number).deviation)
+    plain = noisy_settings(config, NAMES).deviation
+    # through C the noise of all rounds is independent and of one size: what the accountant takes it for
+    white = matrix_of(4, 12) @ np.stack(rows) / plain
+    assert np.allclose(np.corrcoef(white), np.eye(12), atol=0.04)
+    assert white.std(1) == pytest.approx(1.0, abs=0.03)
+    added = np.linalg.norm(np.tri(12) @ np.linalg.inv(matrix_of(4, 12)), axis=1)[-1] / math.sqrt(12)
+    assert np.stack(rows).sum(0).std() / plain / math.sqrt(12) == pytest.approx(added, rel=0.03)
+    assert added < 0.7
+    (line,) = noise_notes(config, NAMES, (group,), {"c0": {"x": torch.zeros(384)}})
+    assert f"in every sum, which adds up to {added:.2f} of what it would without --noise-bands" in line
+
+
+def test_the_rounds_of_before_do_not_change_where_a_run_goes_on() -> None:
+    config = config_of(noise_bands=3, participation=0.3)
+    long = replace_settings({"rounds": 30}, base=config)
+    assert np.array_equal(seeded_normals(config, GROUPS[0], 5, 10), seeded_normals(long, GROUPS[0], 5, 10))
+
+
+@pytest.mark.parametrize(("bands", "participation", "part"), [(4, 0.3, "2 of 10"), (11, 0.1, "0 of 10")])
+def test_clients_who_would_come_too_often_are_refused(bands: int, participation: float, part: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--noise-bands is {bands}, so {part} clients .* lower one of them"):
+        noise_multiplier(config_of(noise_bands=bands, participation=participation), NAMES)

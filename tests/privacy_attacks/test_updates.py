@@ -90,8 +90,16 @@ def test_under_differential_privacy_nothing_is_read_beyond_chance(config: Make) 
 
 
 def test_what_the_attack_has_nothing_to_say_of_is_one_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"movie-0 is the only client of its task.*--clients-per-task 2"):
+    with pytest.raises(
+        ConfigError, match=r"movie-0 is one of 1 clients of its task, .* say --clients-per-task 2"
+    ):
         run_attack(config(tasks="movie", clients_per_task=1), "tokens")
+    summed = {"secure": True, "strategy": "fedit", "ranks": "4"}
+    with pytest.raises(ConfigError, match=r"movie-0 is one of 3 clients of its task, .* say --clients-per-task 6"):
+        run_attack(config(tasks="movie", clients_per_task=3, **summed), "tokens")
+    noisy = {"dp": "client", "update_filter": ("clip=0.5",), "strategy": "fedit", "ranks": "4"}
+    with pytest.raises(ConfigError, match="--dp client adds noise to sums of many clients, and the attack reads one"):
+        run_attack(config(tasks="movie", clients_per_task=3, **noisy), "tokens")
     with pytest.raises(ConfigError, match=r"--adapted-blocks is 1.*leave --adapted-blocks out"):
         run_attack(config(tasks="movie", adapted_blocks=1), "tokens")
 
@@ -99,8 +107,23 @@ def test_what_the_attack_has_nothing_to_say_of_is_one_line(config: Make) -> None
 def test_guessing_is_held_against_another_client(config: Make) -> None:
     assembly = assemble(config(**{**SHORT, "rounds": 1}))
     first, second = assembly.clients[:2]
-    found = read_tokens(assembly, first, second, hostile=False, on_event=ignore)
-    turned = read_tokens(assembly, first, first, hostile=False, on_event=ignore)
+    found = read_tokens(assembly, [first], [second], hostile=False, on_event=ignore)
+    turned = read_tokens(assembly, [first], [first], hostile=False, on_event=ignore)
     same = [key for key in found if "chance" not in key]
     assert [turned[key] for key in same] == [found[key] for key in same]
     assert all(turned[f"{key}_chance"] == turned[key] for key in ("right", "found", "placed"))
+
+
+def test_of_secure_sums_the_mean_of_three_is_all_that_is_read(config: Make) -> None:
+    """By NumPy: the updates that the attack reads are the means of what three clients trained alone from one start."""
+    assembly = assemble(config(**{**SHORT, "clients_per_task": 6, "rounds": 1}))
+    three = assembly.clients[:3]
+    starts, means, _, _ = updates._updates(assembly, three, hostile=False, on_event=ignore)
+    alone = [updates._updates(assembly, [one], hostile=False, on_event=ignore)[1][0] for one in three]
+    for key, mean in means[0].items():
+        assert np.allclose(mean.numpy(), np.mean([params[key].numpy() for params in alone], axis=0), atol=1e-7), key
+        assert torch.equal(starts[0][key], initial_model(assembly, three[0])[key])
+    summed = {**SHORT, "clients_per_task": 6, "secure": True, "strategy": "fedit"}
+    honest, hostile = run_attack(config(**summed), "tokens")
+    assert honest["client"] == hostile["client"] == "movie-0+movie-1+movie-2"
+    assert hostile["texts"] == 48 and hostile["refusal"] == "", "each site lets the same through as alone"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
@@ -84,6 +85,24 @@ def test_a_clip_that_follows_the_norms_is_gone_on_with_to_the_bit(config: Make) 
     assert not same_tensors(state(whole.folder), state(plain.folder))
 
 
+@pytest.mark.core
+def test_noise_in_bands_goes_on_to_the_bit_and_clients_wait_for_their_turn(config: Make, monkeypatch) -> None:
+    given = {**GIVEN, "noise_bands": 3, "participation": 0.34}
+    whole = run_config(config(name="whole", **given))
+    passing_audit(whole.folder, "epsilon")
+    trained = [row for row in rows(whole.folder) if row.get("split") == "train"]
+    assert sorted(row["client"] for row in trained) == sorted({row["client"] for row in trained}), "each came once"
+    assert {row["paid_steps"] for row in trained} == {1.0}
+    parts = resume_run(run_config(config(name="parts", max_rounds=2, **given)).folder)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+
+    for module in ("experiment.rounds", "planning.client_privacy"):
+        monkeypatch.setattr(f"atlas_fl.{module}.sample_clients", lambda _, names, **__: names[:3])
+    wrong = run_config(config(name="wrong", **given))
+    faults = {fault.detail for fault in audit_run(wrong.folder).failures}
+    assert faults == {f"it was in round {number} too, and noise has 3 bands" for number in (1, 2)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
@@ -118,6 +137,13 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
         (["--strategy", "fedavg"], "set --space factors, or take --strategy fedit"),
         (["--patience", "2"], "leave --patience out"),
         (["--clip-quantile", "0.5", "--secure"], "has the norms of single updates counted, and --secure shows none"),
+        (["--noise-bands", "2", "--dp", "none"], "set --dp client, or leave --noise-bands out"),
+        (["--noise-bands", "2", "--secure"], "takes back noise of earlier rounds, which nobody can where clients add"),
+        (
+            ["--noise-bands", "2", "--clip-quantile", "0.5"],
+            "takes back noise of earlier rounds, which had another clip",
+        ),
+        (["--noise-bands", "2"], "so 4 of 9 clients come by turns, and --participation 1 is 9; allowed: bands times"),
         (["--clip-quantile", "0.5", "--dp", "none"], "set --dp client, or leave --clip-quantile out"),
         (["--clip-quantile", "0.5", "--epsilon", "1"], "clients or more; bring them, leave it out, or give a larger"),
         (["--delta", "0.5"], "allowed: below one over that"),

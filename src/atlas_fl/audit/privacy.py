@@ -45,7 +45,7 @@ def check_privacy(run: Run) -> Iterator[AuditRow]:
     file = run.path / "metrics.jsonl"
     with reading(file, "file of a run's rows"):
         trained = {(row["round"], row["client"]): row for row in read_rows(file) if row.get("split") == "train"}
-        steps = Counter[str]()
+        steps, last = Counter[str](), dict[str, int]()
         for round in run.rounds:
             record = run.record(round)
             plan = run.plan(record.plan)
@@ -54,7 +54,11 @@ def check_privacy(run: Run) -> Iterator[AuditRow]:
                     row = trained.get((round, client), {})
                     steps[client] += int(row.get("steps", 0)) if training.dp == "example" else 1
                     units = int(examples) if training.dp == "example" else len(plan.clients)
-                    yield AuditRow("epsilon", client, _fault(run, row, units, steps[client]), round=round)
+                    fault = _fault(run, row, units, steps[client])
+                    if training.noise_bands > round - last.get(client, -training.noise_bands):
+                        fault = f"it was in round {last[client]} too, and noise has {training.noise_bands} bands"
+                    last[client] = round
+                    yield AuditRow("epsilon", client, fault, round=round)
 
 
 def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:

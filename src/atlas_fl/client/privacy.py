@@ -7,7 +7,7 @@ privacy loss distributions (dp-accounting; add or remove one example) of Gaussia
 Halves (`methods.kriging`) are paid for once. An example is in one of them, so both cost what the smaller one does.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -75,14 +75,24 @@ def noise_of(costs: tuple[tuple[float, int], ...], epsilon: float, delta: float)
 
 
 def skellam_epsilon(noise: float, steps: int, delta: float, *, unit: float) -> float:
-    """The epsilon of so many sums with Skellam noise of this multiplier z, in units h of `unit` times the clip S.
+    """The epsilon of so many sums with Skellam noise of this multiplier z, in units h of `unit` times the clip S."""
+    return epsilon_of_sums([(noise, unit, steps)], delta)
+
+
+def epsilon_of_sums(costs: Sequence[Sequence[float]], delta: float) -> float:
+    """The epsilon of (noise multiplier z, unit, number of sums), of Gaussian noise where all units are 0, together.
 
         D_alpha <= alpha / 2 z^2 + (2 alpha + 5) (h / S)^2 / 4 z^4,     alpha = 2, 3, ...
 
     It is the bound of Agarwal, Kairouz and Liu 2021 (arXiv:2110.04995; `_skellam_rdp` of their code) for changes of
     whole units, whose L1 norm is at most the square of their L2 norm.
     """
-    divergences = [steps * (a / (2 * noise**2) + (2 * a + 5) * unit**2 / (4 * noise**4)) for a in ORDERS]
+    if not any(unit for _, unit, _ in costs):
+        return epsilon_of_all(tuple((1.0, noise, int(sums)) for noise, _, sums in costs), delta)
+    divergences = [
+        sum(sums * (a / (2 * noise**2) + (2 * a + 5) * unit**2 / (4 * noise**4)) for noise, unit, sums in costs)
+        for a in ORDERS
+    ]
     return float(_accounting().rdp.rdp_privacy_accountant.compute_epsilon(ORDERS, divergences, delta)[0])
 
 

@@ -179,6 +179,9 @@ class TrainingConfig:
     clip_quantile: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the clients whose updates the clip of `--dp client` is to leave as they are: it begins with NORM of
     `--update-filter clip=NORM`, and follows the norms, of which the server counts those below it, with noise."""
+    noise_bands: Annotated[int, Range(least=1, most=1000)] = 1
+    """Rounds over which the noise of `--dp client` is correlated, so that much of it cancels in the models (banded
+    matrix factorisation): a client takes part in one of so many rounds, in turn."""
     dpo_beta: Annotated[float | None, Range(above=0)] = None
     """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
     this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the

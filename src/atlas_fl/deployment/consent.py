@@ -44,11 +44,13 @@ class SiteChoices:
     """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = 4096
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
-    dp: Literal["none", "example"] = "none"
-    """`example` refuses a server whose settings have no differential privacy of examples."""
+    dp: Literal["none", "example", "client"] = "none"
+    """`example` refuses a server whose settings have no differential privacy of examples, `client` one whose settings
+    have none of whole sites."""
     epsilon: float | None = None
-    """Most epsilon that the training examples here spend in all runs together, by NAME-privacy beside the secret; that
-    of the settings by default. Settings with a larger one are refused."""
+    """Most epsilon that the training examples here, or with --dp client this site, spend in all runs together, by
+    NAME-privacy or NAME-runs beside the secret; that of the settings by default. Settings with a larger one are
+    refused."""
     secure: int = 0
     """Fewest sites of a secure sum that this one takes part in, 3 or more: settings without --secure are refused
     then. 0 makes no demand."""
@@ -120,9 +122,9 @@ def check_consent(consent: SiteChoices) -> None:
         raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
     if not consent.max_rounds_per_example > 0:
         raise ConfigError(f"--max-rounds-per-example is {consent.max_rounds_per_example:g}; allowed: above 0")
-    if consent.dp not in ("none", "example"):
-        raise ConfigError(f"--dp is {short_repr(consent.dp)}; allowed: none, example")
+    if consent.dp not in ("none", "example", "client"):
+        raise ConfigError(f"--dp is {short_repr(consent.dp)}; allowed: none, example, client")
     if consent.epsilon is not None and (consent.dp == "none" or not consent.epsilon > 0):
-        raise ConfigError(f"--epsilon is {consent.epsilon:g}; allowed: above 0, with --dp example")
+        raise ConfigError(f"--epsilon is {consent.epsilon:g}; allowed: above 0, with --dp example or client")
     if consent.most_sketch < 2:
         raise ConfigError(f"--most-sketch is {consent.most_sketch}; allowed: at least 2")

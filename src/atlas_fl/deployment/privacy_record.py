@@ -2,16 +2,16 @@
 
 A job is paid for before it is trained, so that a site that is killed has paid. The same question asked again costs
 nothing: its answer is the same, bit for bit (`client.private_training`). Of noisy secure sums another file remembers
-what was answered, since the noise is that of one answer.
+what was answered, since the noise is that of one answer. A run with `--dp client` is paid for as a whole.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.privacy import delta_of, epsilon_of_all, noise_multiplier, rate_of
+from atlas_fl.client.privacy import delta_of, epsilon_of_all, epsilon_of_sums, noise_multiplier, rate_of
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
@@ -64,3 +64,20 @@ class SumRecord:
             raise DataError(f"this site has answered another sum of {what}, and answers one; ask who runs the server")
         if not sums.keys() <= paid.keys():
             write_sealed(self.path, {"sums": {**paid, **sums}})
+
+
+def pay_run(path: Path, run: str, cost: Sequence[float], *, delta: float, most: float) -> None:
+    """Record the sums of a run with `--dp client`, (noise multiplier, unit, sums), of which this site pays for all.
+
+    Raises ConfigError where all runs that were ever recorded spend more than this epsilon. Then nothing is recorded.
+    """
+    runs = read_sealed(path, "runs")["runs"] if path.exists() else {}
+    if run in runs:
+        return
+    runs[run] = [*cost]
+    if (spent := epsilon_of_sums([*runs.values()], delta)) > most:
+        raise ConfigError(
+            f"this site would spend epsilon {spent:.4g} with this run by {path}; allowed: {most:g}; leave the run out,"
+            " or give a larger --epsilon"
+        )
+    write_sealed(path, {"runs": runs})

@@ -129,15 +129,17 @@ def _check(what: str, value: float, *, least: float = -inf, most: float = inf, w
 def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> None:
     """Raise `ConfigError` unless differential privacy is as this site asks for, at most."""
     training = config.training
-    if training.dp != "example" and consent.dp == "none":
-        return
-    if training.dp != "example":
+    if consent.dp not in ("none", training.dp):
         raise ConfigError(
-            f"the server's --dp is {training.dp}, and this site joins with --dp example; ask for other settings, or"
-            " leave it out"
+            f"the server's --dp is {training.dp}, and this site joins with --dp {consent.dp}; ask for other settings,"
+            " or leave it out"
         )
     if consent.epsilon is not None:
         _check("the server's --epsilon", training.epsilon, most=consent.epsilon, option="--epsilon")
+    if consent.dp == "client" and training.delta is None:
+        raise ConfigError("the server's --delta follows from how many sites there are; ask for settings with --delta")
+    if training.dp != "example":
+        return
     examples = len(client.train)
     most = delta_of(examples, None)
     _check("the server's --delta", delta_of(examples, training.delta), most=most, why="it is the default")

@@ -13,6 +13,7 @@ from torch import nn
 from atlas_fl.client.job import Site as AdapterSite
 from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
+from atlas_fl.client.privacy import delta_of
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.clients import (
@@ -27,7 +28,7 @@ from atlas_fl.data.clients import (
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
-from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord
+from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
@@ -49,7 +50,7 @@ from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.planning.client_privacy import noisy_settings
+from atlas_fl.planning.client_privacy import cost_of_run, noisy_settings
 from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
@@ -354,6 +355,10 @@ def _work(
     secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
+    if joining.dp == "client":
+        training, account = settings.training, secret.with_name(f"{name}-runs")
+        most = joining.epsilon or training.epsilon
+        pay_run(account, run, cost_of_run(settings), delta=delta_of(1, training.delta), most=most)
     there = str(link.welcome.get("model"))
     home = home_of(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
     outline = home.outline

@@ -213,7 +213,7 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     if round > last_aggregation(config):
         return tuple(names)
     first = round - (round - 1) % config.mixing.aggregate_every
-    return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
+    return sample_clients(config, names, round=first)
 
 
 def round_start(assembly: Assembly, state: FederationState, planned: PlanResult, *, served: bool = False) -> RoundStart:
@@ -402,9 +402,9 @@ def _sums(
     """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
     groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
-    settings = noisy_settings(config, assembly.names, state.clip)
+    settings = noisy_settings(config, assembly.names, state.clip, round=number)
     remote = engine if isinstance(engine, RemoteEngine) else None
-    normals = partial(seeded_normals, config.run.seed) if remote is None else drawn_normals
+    normals = partial(seeded_normals, config) if remote is None else drawn_normals
     examples = {client.name: client.examples for client in planned.plan.clients}
     sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
     if config.training.dp == "client":

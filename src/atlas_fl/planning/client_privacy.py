@@ -16,19 +16,28 @@ algorithm 1): with m clients a round
     z_Delta = (z^-2 - (2 s_b)^-2)^(-1/2),   s_b = m / 20
 
 z_Delta is the noise multiplier of the sums: with the count, in which a client is worth 1/2, they spend what z spends.
+
+With `--noise-bands` b a client is in one of b rounds, and the noise of round t is row t of C^-1 xi, for the lower
+triangular Toeplitz matrix C with the column c of b coefficients of the square root of the prefix sums (Kalinin and
+Lampert 2024, "Banded square root matrix factorization", arXiv:2405.13763; Choquette-Choo et al. 2023, arXiv:2306.08153)
+
+    c_0 = 1,   c_j = c_(j - 1) (1 - 1 / 2j),   c <- c / ||c||
+
+C x + z S xi gives it all away, for sums x of the rounds. The columns of a client's rounds have no row in common, so k
+of its updates are worth sqrt(k) S, as without, and spend what k sums do; models add up rows, whose noise is less.
 """
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import exp, floor, sqrt
 
 import numpy as np
+from scipy.signal import lfilter
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
-from atlas_fl.client.privacy import delta_of, epsilon_of, noise_of, skellam_epsilon, skellam_noise
+from atlas_fl.client.privacy import delta_of, epsilon_of_sums, noise_of, skellam_noise
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ConfigError
@@ -44,8 +53,8 @@ COUNT = SumGroup(clients=(), keys=(), what="the count of small updates")
 
 def num_sums(config: Config, names: Sequence[str], rounds: Iterable[int]) -> Counter[str]:
     """By client how many sums of these rounds it is in."""
-    last, share, seed = last_aggregation(config), config.training.participation, config.run.seed
-    drawn = (sample_clients(names, participation=share, seed=seed, round=round) for round in rounds if round <= last)
+    last = last_aggregation(config)
+    drawn = (sample_clients(config, names, round=round) for round in rounds if round <= last)
     return Counter(name for clients in drawn for name in clients)
 
 
@@ -59,8 +68,13 @@ def noise_multiplier(config: Config, names: Sequence[str]) -> float:
 
 
 def _unit(config: Config) -> float:
-    """The unit of a secure sum of most clients, over S: so z follows from the settings alone."""
-    return 2 * config.mixing.secure_range / (2**30 // MOST) / clip_of(config)
+    """The unit of a secure sum of most clients, over S, so that z follows from the settings alone; else 0."""
+    return 2 * config.mixing.secure_range / (2**30 // MOST) / clip_of(config) if config.mixing.secure else 0.0
+
+
+def cost_of_run(config: Config) -> tuple[float, float, int]:
+    """(noise multiplier, unit, sums) of a client that is in every sum, as epsilon is counted over runs."""
+    return noise_multiplier(config, ("one",)), _unit(config), last_aggregation(config)
 
 
 def clip_of(config: Config) -> float:
@@ -74,10 +88,11 @@ def clip_changes(before: ByClient, models: ByClient, config: Config, most: float
     return {client: clipped_change(before[client], params, most) for client, params in shared.items()}
 
 
-def noisy_settings(config: Config, names: Sequence[str], clip: float = 0.0) -> SumSettings:
+def noisy_settings(config: Config, names: Sequence[str], clip: float = 0.0, *, round: int = 0) -> SumSettings:
     """The settings of sums, with the noise of the budget where there is one, which under `--secure` clients add.
 
-    `clip` is that of the round where it follows the norms. Raises ConfigError where the count alone spends the budget.
+    `clip` is that of the round where it follows the norms, and `round` that of noise in bands. Raises
+    ConfigError where the count alone spends the budget.
     """
     if config.training.dp != "client":
         return sum_settings(config)
@@ -90,12 +105,13 @@ def noisy_settings(config: Config, names: Sequence[str], clip: float = 0.0) -> S
                 " bring them, leave it out, or give a larger --epsilon"
             )
         noise = (noise**-2 - counted**-2) ** -0.5
-    return replace(sum_settings(config), deviation=noise * clip, clip=clip * config.mixing.secure)
+    grown = float(np.linalg.norm(noise_filter(config.training.noise_bands, round))) if round else 1.0
+    return replace(sum_settings(config), deviation=noise * clip * grown, clip=clip * config.mixing.secure)
 
 
 def _count_noise(config: Config, names: Sequence[str]) -> float:
     """s_b, the standard deviation of the noise in a round's count of clients."""
-    return len(sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=1)) / 20
+    return len(sample_clients(config, names, round=1)) / 20
 
 
 def next_clip(config: Config, names: Sequence[str], norms: Sequence[float], clip: float, normal: float) -> float:
@@ -111,9 +127,8 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
     Raises ConfigError where that is more than the budget.
     """
     noise, delta = noise_multiplier(config, names), delta_of(len(names), config.training.delta)
-    sums = num_sums(config, names, rounds)
-    account = partial(skellam_epsilon, unit=_unit(config)) if config.mixing.secure else partial(epsilon_of, 1.0)
-    spent = {name: account(noise, count, delta) for name, count in sums.items()}
+    sums, unit = num_sums(config, names, rounds), _unit(config)
+    spent = {name: epsilon_of_sums([(noise, unit, count)], delta) for name, count in sums.items()}
     if (most := max(spent.values())) > config.training.epsilon:
         raise ConfigError(
             f"a client would spend epsilon {most:.4g} with this round; allowed: {config.training.epsilon:g}: a killed"
@@ -125,9 +140,20 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
     }
 
 
-def seeded_normals(seed: int, group: SumGroup, round: int, size: int) -> np.ndarray:
-    """Standard normal numbers of a simulation, (size,) float64."""
-    return generator(seed, "client noise", round, group.what, *group.clients).standard_normal(size)
+def noise_filter(bands: int, rounds: int) -> np.ndarray:
+    """The first column of C^-1, (rounds,) float64: what the noise of a round adds to those after it."""
+    root = np.cumprod([1.0, *(1 - 1 / (2 * j) for j in range(1, bands))])
+    return np.asarray(lfilter([1.0], root / np.linalg.norm(root), np.eye(1, rounds)[0]))
+
+
+def seeded_normals(config: Config, group: SumGroup, round: int, size: int) -> np.ndarray:
+    """Standard normal numbers of a simulation, (size,) float64, which `--noise-bands` correlates over rounds."""
+    total, factors = np.zeros(size), noise_filter(config.training.noise_bands, round)
+    for before, factor in enumerate((factors / np.linalg.norm(factors)).tolist()):
+        if factor:
+            draw = generator(config.run.seed, "client noise", round - before, group.what, *group.clients)
+            total += factor * draw.standard_normal(size)
+    return total
 
 
 def drawn_normals(_: SumGroup, __: int, size: int) -> np.ndarray:
@@ -144,13 +170,16 @@ def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup]
         if config.mixing.secure:
             settings.noise(group, 0, b"")  # it has room, or the plan ends here
         squares += size * (settings.deviation_of(group, clients) / clip_of(config) / clients) ** 2
-    ratio = sqrt(squares)
+    added = np.cumsum(noise_filter(training.noise_bands, training.rounds))  # in the last model, from each round
+    share = float(np.linalg.norm(added)) / sqrt(training.rounds)
+    ratio = sqrt(squares) * share
     multiple = settings.deviation / clip_of(config)
+    bands = f", which adds up to {share:.2f} of what it would without --noise-bands" if training.noise_bands > 1 else ""
     hopeless = ", so next to nothing is learned: bring more clients, or send fewer numbers (--strategy ffa, --ranks)"
     return (
         f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
-        f" {training.rounds} rounds, by noise of {multiple:.2f} times the clip {clip_of(config):g} in every sum: in the"
-        f" means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples and"
-        f" labels, {'and scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered, and"
-        " a simulation is not private, because it draws its noise from --seed",
+        f" {training.rounds} rounds, by noise of {multiple:.2f} times the clip {clip_of(config):g} in every sum{bands}:"
+        f" in the means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples"
+        f" and labels, {'and scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered,"
+        " and a simulation is not private, because it draws its noise from --seed",
     )

@@ -239,11 +239,12 @@ def check_shadows(client: ClientData, *, shadows: int) -> None:
         raise ConfigError(f"--shadows is {shadows}; allowed: at least {LEAST_SHADOWS}")
 
 
-def others_of(assembly: Assembly, client: ClientData) -> list[ClientData]:
-    """The other clients of its task; raises `ConfigError` where there is none."""
+def others_of(assembly: Assembly, client: ClientData, *, least: int = 1) -> list[ClientData]:
+    """The other clients of its task; raises `ConfigError` where there are fewer than these."""
     others = [one for one in assembly.clients if one.task.name == client.task.name and one.name != client.name]
-    if not others:
+    if len(others) < least:
         raise ConfigError(
-            f"{client.name} is the only client of its task, and the attack needs another; say --clients-per-task 2"
+            f"{client.name} is one of {len(others) + 1} clients of its task, and the attack needs {least + 1}; say"
+            f" --clients-per-task {least + 1}"
         )
     return others

@@ -12,6 +12,7 @@ from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership, others_of
 from atlas_fl.privacy_attacks.properties import infer_properties
 from atlas_fl.privacy_attacks.updates import read_tokens
+from atlas_fl.secure_sums import LEAST
 from atlas_fl.setup.assembly import Assembly, assemble
 
 SHADOWS = 16
@@ -22,9 +23,12 @@ PrivacyAttack: TypeAlias = Callable[..., Sequence[Row]]
 
 
 def _tokens(assembly: Assembly, client: ClientData, *, on_event: OnEvent, **_: int) -> Sequence[Row]:
-    other = others_of(assembly, client)[0]
+    size = LEAST if assembly.config.mixing.secure else 1
+    clients = [client, *others_of(assembly, client, least=2 * size - 1)][: 2 * size]
     servers = (False,) if assembly.is_full else (False, True)
-    return [read_tokens(assembly, client, other, hostile=hostile, on_event=on_event) for hostile in servers]
+    return [
+        read_tokens(assembly, clients[:size], clients[size:], hostile=hostile, on_event=on_event) for hostile in servers
+    ]
 
 
 PRIVACY_ATTACKS: Mapping[str, PrivacyAttack] = {

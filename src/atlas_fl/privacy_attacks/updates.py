@@ -22,11 +22,14 @@ the head a little further. Many gradients at A are then below AdamW's epsilon, s
 updates stay near the span. It asks for half as
 many rounds as there are examples, the most that a site allows. Order and dropout come from a secret that it lacks.
 
-The level of guessing is another client of the same task: the same order of tokens, held against that client's texts.
+With `--secure` the server sees the mean of three such clients, and their tokens are read together.
+
+The level of guessing is as many other clients of the same task: the same order of tokens, held against their texts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import block_index, embed_tokens
-from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, ranks
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.privacy_attacks.membership import initial_model
@@ -58,18 +61,23 @@ TOKENS_AT_ONCE = 1 << 15
 
 
 def read_tokens(
-    assembly: Assembly, client: ClientData, other: ClientData, *, hostile: bool, on_event: OnEvent
+    assembly: Assembly,
+    clients: Sequence[ClientData],
+    others: Sequence[ClientData],
+    *,
+    hostile: bool,
+    on_event: OnEvent,
 ) -> dict[str, Any]:
-    """Train the client under this server, and read; `other` gives the level of guessing.
+    """Train the clients under this server, and read out of their mean; `others` give the level of guessing.
 
     The row has the number of `updates` and of different tokens that are `read`, the share of right ones among them, the
     share of the client's tokens that are `found`, the share of right ones among tokens read at a place (`placed`; of
     whole models none), the texts of which every word is read at its place (`sentences`), and a site's `refusal`.
     """
+    client, data = clients[0], assembly.site.data
     _check(assembly, client)
-    train = assembly.site.data[client.name].splits["train"]
-    starts, trained, epsilon, refusal = _updates(assembly, client, hostile=hostile, on_event=on_event)
-    strangers = assembly.site.data[other.name].splits["train"]
+    train, strangers = (concatenate([data[one.name].splits["train"] for one in who]) for who in (clients, others))
+    starts, trained, epsilon, refusal = _updates(assembly, clients, hostile=hostile, on_event=on_event)
     longest = int(max(train.lengths.max(), strangers.lengths.max()))
     directions = None if assembly.is_full else _directions(assembly, starts, trained)
     if directions is None:
@@ -86,7 +94,7 @@ def read_tokens(
     placed = [None, None] if found is None else [_share_right(pairs, _pairs(one, marks)) for pairs, one in found]
     words = [[(place, token) for place, token in text if token not in marks] for text in _texts(train)]
     return {
-        "client": client.name,
+        "client": "+".join(one.name for one in clients),
         "server": "hostile" if hostile else "honest",
         "epsilon": epsilon,
         "score": None if hostile else _test_score(assembly, client, trained[-1], on_event),
@@ -113,19 +121,26 @@ def _check(assembly: Assembly, client: ClientData) -> None:
             f"--adapted-blocks is {assembly.config.model.adapted_blocks}, and the attack reads updates of the first"
             " block; leave --adapted-blocks out"
         )
+    if assembly.config.training.dp == "client":
+        raise ConfigError(
+            "--dp client adds noise to sums of many clients, and the attack reads one client, or a sum of three with"
+            " --secure; leave it out, or take --dp example"
+        )
 
 
 def _updates(
-    assembly: Assembly, client: ClientData, *, hostile: bool, on_event: OnEvent
+    assembly: Assembly, clients: Sequence[ClientData], *, hostile: bool, on_event: OnEvent
 ) -> tuple[list[Params], list[Params], float | None, str]:
-    """(start models, trained models, epsilon spent, the line of a refusal) of the rounds that tell something."""
-    config, name = assembly.config, client.name
-    site = replace(assembly.site, secrets={name: simulated_secret(config.run.seed, name)})
+    """(start models, means of trained models, epsilon spent, the line of a refusal) of rounds that tell something."""
+    config, (client, *_) = assembly.config, clients
+    names = [one.name for one in clients]
+    site = replace(assembly.site, secrets={name: simulated_secret(config.run.seed, name) for name in names})
     engine = local_engine(replace(assembly, site=site), on_event)
     options = train_options(config, with_images=False)
-    count = site.data[name].examples
+    count = min(site.data[name].examples for name in names)
     first = initial_model(assembly, client)
-    known = start_models.start_models_of(config, lambda _: first, examples=count, images=False)
+    checks = partial(start_models.start_models_of, config, lambda _: first, examples=count, images=False)
+    known = {name: checks() for name in names}
     allowed = settings_policy.most_rounds(consent.SiteChoices(task=client.task.name, device=""), examples=count)
     starts: list[Params] = []
     trained: list[Params] = []
@@ -135,16 +150,18 @@ def _updates(
             break
         own = trained[0 if hostile else -1] if trained else first
         start = _chosen(assembly, first, own, round=number) if hostile and number > 1 else own
-        job = Job(client=name, params=start, round=number, options=options)
+        jobs = [Job(client=name, params=start, round=number, options=options) for name in names]
         try:
-            known.check("train", job)
+            for job in jobs:
+                known[job.client].check("train", job)
         except ProtocolError as error:
             return starts[1:] or starts, trained[1:] or trained, epsilon, str(error)
-        (update,) = engine.run("train", [job])
-        known.remember(job, update.params)
+        updates = engine.run("train", jobs)
+        for job, update in zip(jobs, updates, strict=True):
+            known[job.client].remember(job, update.params)
         starts.append(start)
-        trained.append(update.params)
-        epsilon = update.metrics.get("epsilon")
+        trained.append({key: torch.stack([one.params[key] for one in updates]).mean(0) for key in start})
+        epsilon = updates[0].metrics.get("epsilon")
     skipped = 1 if hostile and len(trained) > 1 else 0  # round one is that of an honest server
     return starts[skipped:], trained[skipped:], epsilon, ""
 

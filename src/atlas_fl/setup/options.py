@@ -5,6 +5,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.aggregation.secure_mean import SumSettings
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, SensitivityOptions, TrainOptions
@@ -14,6 +16,7 @@ from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import BY_CLASSES, ClientData
 from atlas_fl.data.task import Task
+from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
 from atlas_fl.models.lora import lora_scale
@@ -120,11 +123,25 @@ def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
-def sample_clients(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
-    """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
+def sample_clients(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
+    """The clients that train in this round, at least one, in the clients' order: a function of seed and round.
+
+    With `--noise-bands` b they are drawn from one of b parts of all, by turns.
+
+    Raises:
+        ConfigError: a part has fewer clients than take part in a round.
+    """
+    bands, share, seed = config.training.noise_bands, config.training.participation, config.run.seed
     # the nearest whole number, halves up; Python's own rounding goes to the even one
-    count = max(1, int(participation * len(names) + 0.5))
-    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
+    count, places = max(1, int(share * len(names) + 0.5)), np.arange(len(names))
+    if bands > 1:
+        places = generator(seed, "bands").permutation(places)[(round - 1) % bands :: bands]
+        if count > (fewest := len(names) // bands):
+            raise ConfigError(
+                f"--noise-bands is {bands}, so {fewest} of {len(names)} clients come by turns, and --participation"
+                f" {share:g} is {count}; allowed: bands times clients of a round up to {len(names)}; lower one of them"
+            )
+    chosen = generator(seed, "sample", round).choice(places, size=count, replace=False)
     return tuple(names[index] for index in sorted(chosen))
 
 
