@@ -31,6 +31,7 @@ TOKENS: Mapping[str, Mapping[str, str]] = {
     "SGD, momentum .9": {"optimizer": "sgd", "lr": "1e-2", "momentum": "0.9"},
     "B alone": {"strategy": "ffa"},
     "sums of three": {"clients_per_task": "6", "secure": "true", "strategy": "fedit"},
+    "sums of ten": {"clients_per_task": "20", "secure": "true", "strategy": "fedit"},
 }
 """Settings of the attack on updates, over those of `OF_TOKENS`."""
 

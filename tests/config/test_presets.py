@@ -41,6 +41,8 @@ def test_who_brings_rows_of_its_own_trains_on_all_of_them(row: str, samples: int
     config = with_own_data(find_preset("quick"), [row], tasks=None, said=())
     assert config.data.samples == samples
     assert with_own_data(find_preset("quick"), [row], tasks=None, said={"samples"}).data.samples == 200
+    # whole models have no ranks, so none is set for who trains them
+    assert with_own_data(find_preset("quick"), [row], tasks=None, said={"trainable"}).ranks.ranks == "budget"
 
 
 def test_an_unknown_preset_has_its_nearest() -> None:

@@ -37,6 +37,8 @@ def test_all_forms_of_examples_are_one_file(tmp_path: Path) -> None:
     assert (config.training.rounds, config.data.tasks, config.data.devices) == (2, (), ("laptop_8gb",))
     assert (config.data.samples, config.data.test_samples, federation_name(config)) == (None, None, "triage")
     assert config.ranks.ranks == "8" and own_data(*rows, devices=("cpu_2gb",)).ranks.ranks == "budget"
+    whole = validate(own_data(*rows, trainable="full", strategy="fedavg"))
+    assert whole.trainable(images=False) == "full", "the rank of adapters is in nobody's way"
     clients = clients_of(config)
     assert [client.name for client in clients] == ["north", "south"]
     assert sum(len(rows) for client in clients for rows in client.splits.values()) == 120

@@ -159,7 +159,7 @@ def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] |
     changes: dict[str, Any] = {"tasks": ()} if tasks is None else {}
     if own.issuperset(tasks or ()):
         changes["devices"] = OWN_DEVICES
-        if "devices" not in said:
+        if not {"devices", "trainable"}.intersection(said):  # whole models have no ranks
             changes["ranks"] = OWN_RANKS
         if all(",client=" in row or "=" not in row.partition(",")[0] for row in rows):
             limited = presets()[config.run.preset].settings if config.run.preset in presets() else {}

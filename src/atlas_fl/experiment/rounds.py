@@ -202,6 +202,7 @@ def run_rounds(
             (best,) = best_rounds(state.history, 1)
             on_event(Note(f"stopped early after round {number}: validation was best in round {best}"))
             break
+        del record  # whose models would stay in memory while the next round trains
     return assembly, planned, state
 
 

@@ -23,11 +23,13 @@ PrivacyAttack: TypeAlias = Callable[..., Sequence[Row]]
 
 
 def _tokens(assembly: Assembly, client: ClientData, *, on_event: OnEvent, **_: int) -> Sequence[Row]:
-    size = LEAST if assembly.config.mixing.secure else 1
-    clients = [client, *others_of(assembly, client, least=2 * size - 1)][: 2 * size]
+    is_secure = assembly.config.mixing.secure
+    clients = [client, *others_of(assembly, client, least=2 * LEAST - 1 if is_secure else 1)]
+    size = len(clients) // 2 if is_secure else 1
     servers = (False,) if assembly.is_full else (False, True)
     return [
-        read_tokens(assembly, clients[:size], clients[size:], hostile=hostile, on_event=on_event) for hostile in servers
+        read_tokens(assembly, clients[:size], clients[size : 2 * size], hostile=hostile, on_event=on_event)
+        for hostile in servers
     ]
 
 

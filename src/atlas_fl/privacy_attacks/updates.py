@@ -22,7 +22,7 @@ the head a little further. Many gradients at A are then below AdamW's epsilon, s
 updates stay near the span. It asks for half as
 many rounds as there are examples, the most that a site allows. Order and dropout come from a secret that it lacks.
 
-With `--secure` the server sees the mean of three such clients, and their tokens are read together.
+With `--secure` the server sees the mean of half of the task's clients, and their tokens are read together.
 
 The level of guessing is as many other clients of the same task: the same order of tokens, held against their texts.
 """
