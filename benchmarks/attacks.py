@@ -4,6 +4,7 @@ Membership and canaries of `atlas attack` on MiniLM and questions (trec), tokens
 
     python benchmarks/attacks.py --to build/attacks.csv
     python benchmarks/attacks.py --attacks tokens
+    python benchmarks/attacks.py --attacks tokens --settings "16 examples" --factors 0.03 1   # starts that suit noise
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.privacy_attacks import updates
 from atlas_fl.privacy_attacks.registry import run_attack
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.storage.folder_access import write_atomic
@@ -52,15 +54,18 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", default=["tokens", "membership", "canaries"])
     parser.add_argument("--settings", nargs="+", default=list(TOKENS), help="settings of the attack on updates")
     parser.add_argument("--shadows", type=int, default=16, help="shadow clients of membership and canaries")
+    parser.add_argument("--factors", nargs="+", type=float, default=[updates.TINY], help="sizes of a hostile start")
     parser.add_argument("--to", help="a file for the rows, as CSV; printed by default")
     args = parser.parse_args()
     rows = list[dict[str, object]]()
     for attack, words, values, epsilon in units(args.attacks, args.settings):
         privacy = {} if epsilon is None else {"dp": "example", "epsilon": str(epsilon)}
         config = with_values(find_preset("quick"), {**COMMON, **values, **privacy})
-        for row in run_attack(config, attack, shadows=args.shadows):
-            rows.append({"attack": attack, "setting": words, "budget": epsilon, **row})
-            print(rows[-1], file=sys.stderr, flush=True)
+        for factor in args.factors if attack == "tokens" else args.factors[:1]:
+            updates.TINY = factor
+            for row in run_attack(config, attack, shadows=args.shadows):
+                rows.append({"attack": attack, "setting": words, "budget": epsilon, "factors": factor, **row})
+                print(rows[-1], file=sys.stderr, flush=True)
         if args.to is not None:
             write_atomic(Path(args.to), format_csv(rows).encode())
     if args.to is None:

@@ -33,13 +33,25 @@ def test_a_hostile_server_stays_inside_the_checks_of_a_site(config: Make) -> Non
     assert honest["score"] is not None and hostile["score"] is None
 
 
+SMALL = {"tasks": "movie", "clients_per_task": "2", "samples": "16", "max_length": "24", "ranks": "8", "rounds": "4"}
+"""On MiniLM, whose embeddings are wide enough to tell thirty thousand tokens apart."""
+
+
 @pytest.mark.slow
 def test_words_of_a_client_are_read_with_the_defaults_of_a_site() -> None:
-    """On MiniLM, whose embeddings are wide enough to tell thirty thousand tokens apart."""
-    small = {"tasks": "movie", "clients_per_task": "2", "samples": "16", "max_length": "24", "ranks": "8"}
-    honest, hostile = run_attack(with_values(find_preset("quick"), {**small, "rounds": "4"}), "tokens")
+    honest, hostile = run_attack(with_values(find_preset("quick"), SMALL), "tokens")
     assert hostile["refusal"] == "" and hostile["right"] > 0.5 > 0.3 > hostile["right_chance"]
     assert honest["right"] < hostile["right"]
+
+
+@pytest.mark.slow
+def test_under_differential_privacy_nothing_is_read_beyond_chance() -> None:
+    """At the settings with which more than half of the words are right without noise."""
+    pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
+    private = {"strategy": "fedavg", "dp": "example", "epsilon": "8", "delta": "1e-3"}
+    for row in run_attack(with_values(find_preset("quick"), {**SMALL, **private}), "tokens"):
+        assert 7.9 < row["epsilon"] <= 8 or row["server"] == "hostile"
+        assert row["read"] > 30 and row["right"] < 0.1
 
 
 def test_updates_of_a_hostile_server_lie_in_the_span_of_the_embeddings(
@@ -80,19 +92,8 @@ def test_the_checks_of_a_site_are_those_that_it_has(config: Make) -> None:
         known.check("train", job)
 
 
-@pytest.mark.slow
-def test_under_differential_privacy_nothing_is_read_beyond_chance(config: Make) -> None:
-    pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
-    private = {**SHORT, "strategy": "fedavg", "dp": "example", "epsilon": 3, "delta": 1e-3}
-    for row in run_attack(config(**private), "tokens"):
-        assert row["epsilon"] == pytest.approx(3, abs=0.1) or row["epsilon"] < 3
-        assert row["right"] <= row["right_chance"] + 0.2
-
-
 def test_what_the_attack_has_nothing_to_say_of_is_one_line(config: Make) -> None:
-    with pytest.raises(
-        ConfigError, match=r"movie-0 is one of 1 clients of its task, .* say --clients-per-task 2"
-    ):
+    with pytest.raises(ConfigError, match=r"movie-0 is one of 1 clients of its task, .* say --clients-per-task 2"):
         run_attack(config(tasks="movie", clients_per_task=1), "tokens")
     summed = {"secure": True, "strategy": "fedit", "ranks": "4"}
     with pytest.raises(ConfigError, match=r"movie-0 is one of 3 clients of its task, .* say --clients-per-task 6"):
