@@ -1,6 +1,7 @@
 """Client-level differential privacy across sites: noise from the operating system, every sum paid before it is made."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from atlas_fl.planning.client_privacy import noisy_settings
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.secure_sums import Identity, KeyBook
-from atlas_fl.storage.jsonl import read_sealed
-from tests.hostile.servers import record
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
+from tests.hostile.servers import lie_to, record
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
@@ -94,6 +95,20 @@ def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
         assert {who for place, who in paid.items() if place.endswith("survivors")} == {" ".join(THREE)}
         ((noise, unit, sums),) = read_sealed(tmp_path / f"{name}-runs", "runs")["runs"].values()
         assert (noise, sums) == (settings.deviation / 0.5, 2) and 0 < unit < 1e-3
+    # a site that has spent as much in another run says nothing to this server
+    account = tmp_path / "movie-0-runs"
+    write_sealed(account, {"runs": {"another run": [noise, unit, sums]}})
+    ended = lie_to(
+        found.spoken["movie-0"],
+        lambda *_: None,
+        tmp_path / "again",
+        "movie-0",
+        **{"certs": tmp_path / "certs" / "movie-0", "secure": 3, "dp": "client", "epsilon": 5.0},
+    )
+    assert re.search(
+        r"would spend epsilon 9\.08 with this run by .*movie-0-runs; allowed: 5; leave the run out", ended.error
+    )
+    assert ended.link.sent == [] and [*read_sealed(account, "runs")["runs"]] == ["another run"]
     # the noise of the first round's sum: of three clients, two of which have the stated deviation
     plain = run_config(shared_config(name="exact", secrets=str(tmp_path), **{**SUMMED, "secure": False, **NO_NOISE}))
     first, exact = state(found.found.folder, round=1), state(plain.folder, round=1)

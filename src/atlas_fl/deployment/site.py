@@ -355,10 +355,6 @@ def _work(
     secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
-    if joining.dp == "client":
-        training, account = settings.training, secret.with_name(f"{name}-runs")
-        most = joining.epsilon or training.epsilon
-        pay_run(account, run, cost_of_run(settings), delta=delta_of(1, training.delta), most=most)
     there = str(link.welcome.get("model"))
     home = home_of(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
     outline = home.outline
@@ -372,6 +368,10 @@ def _work(
         on_event(Note(line))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
+    if joining.dp == "client":
+        training, account = settings.training, secret.with_name(f"{name}-runs")
+        most = joining.epsilon or training.epsilon
+        pay_run(account, run, cost_of_run(settings), delta=delta_of(1, training.delta), most=most)
     examples = len(client.train)
     worker = SiteClient(
         name=name,
