@@ -106,7 +106,7 @@ def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
         **{"certs": tmp_path / "certs" / "movie-0", "secure": 3, "dp": "client", "epsilon": 5.0},
     )
     assert re.search(
-        r"would spend epsilon 9\.08 with this run by .*movie-0-runs; allowed: 5; leave the run out", ended.error
+        r"would spend epsilon 9\.084 with this run by .*movie-0-runs; allowed: 5; leave the run out", ended.error
     )
     assert ended.link.sent == [] and [*read_sealed(account, "runs")["runs"]] == ["another run"]
     # the noise of the first round's sum: of three clients, two of which have the stated deviation
