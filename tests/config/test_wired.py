@@ -20,6 +20,7 @@ PARTS = [*RULES.values(), *SECOND_MODELS.values(), PersonalModels]
 READ_BY_CONFIG = {
     "client_sizes": "`setup.options.dealing_of` hands it to `data.clients.make_clients` by its name",
     "knob": "`config.methods.knob_values` gives its values to the methods",
+    "runs_dir": "`config.identity.run_folder` makes the folder of a run in it",
     "test_mix": "`setup.options.dealing_of` hands it to `data.clients.make_clients` by its name",
     "trainable": "`Config.trainable` decides by the kind of the tasks",
     "tune": "`Config.trainable` decides by the kind of the tasks",

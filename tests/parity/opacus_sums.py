@@ -3,7 +3,7 @@
 python -m tests.parity.opacus_sums tests/parity/opacus_sums.json     in an environment that has Opacus beside ATLAS
 
 Opacus is no dependency: it brings opt-einsum. Each case is one client of a tiny model in transformers' own code, with A
-and B of every adapted layer as linear layers beside the frozen one, and one padded batch of all its examples.
+and B of every adapted layer as linear layers beside the frozen one, and one padded batch of all its examples, in float64.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Lora(nn.Module):
     def __init__(self, layer: nn.Linear, a: Tensor, b: Tensor) -> None:
         super().__init__()
         self.layer, self.factor = layer, scale(len(a))
-        self.A, self.B = (nn.Linear(one.shape[1], len(one), bias=False) for one in (a, b))
+        self.A, self.B = (nn.Linear(one.shape[1], len(one), bias=False, dtype=torch.float64) for one in (a, b))
         self.A.weight.data.copy_(a)
         self.B.weight.data.copy_(b)
 
@@ -45,7 +45,7 @@ class Lora(nn.Module):
 
 def stock_with_adapters(tiny: Tiny, params: dict[str, Tensor], labels: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """transformers' model with these adapters and head, and its trainable parameters by the names of ATLAS."""
-    model = tiny.stock(labels)
+    model = tiny.stock(labels).double()
     model.requires_grad_(False)
     named = {}
     for key, value in params.items():

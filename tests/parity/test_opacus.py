@@ -56,6 +56,7 @@ def test_clipped_sums_are_those_of_opacus(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("architecture", CASES)
 def test_what_is_recorded_is_what_opacus_computes(tiny_of, architecture) -> None:
     pytest.importorskip("opacus", reason="Opacus is no dependency")

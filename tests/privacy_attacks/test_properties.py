@@ -64,7 +64,7 @@ def test_the_fingerprint_of_a_client_tells_more_than_chance(config: Make) -> Non
 
 
 def test_who_is_alone_or_has_too_few_examples_is_one_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"the only client of its task, .*; say --clients-per-task 2"):
+    with pytest.raises(ConfigError, match=r"is one of 1 clients of its task, .*; say --clients-per-task 2"):
         run_attack(config(**{**MANY, "clients_per_task": 1}), "properties")
     with pytest.raises(ConfigError, match=r"make clients of \d with any share of label 0; allowed: at least 8"):
         run_attack(config(**{**MANY, "samples": 10}), "properties")

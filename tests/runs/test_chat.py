@@ -112,7 +112,7 @@ def test_rows_with_choices_of_their_own_are_scored_without_being_told(
             file.write(json.dumps(row) + "\n")
     task = f"quiz={tmp_path}/quiz.jsonl,chat=choices,template={tmp_path}/own.jinja"
     config = replace(chats, data=replace(chats.data, task=(task,), clients_per_task=2, rouge_examples=0))
-    folder = finished(replace(config, training=replace(config.training, rounds=12))).folder
+    folder = finished(replace(config, training=replace(config.training, rounds=20))).folder
     found = evaluate_run(folder)
     assert found.mean("federated", "acc") > 0.9 > found.mean("base", "acc")
     again = evaluate_run(folder, choices=["answers"])
