@@ -3,7 +3,8 @@
 python -m tests.parity.opacus_sums tests/parity/opacus_sums.json     in an environment that has Opacus beside ATLAS
 
 Opacus is no dependency: it brings opt-einsum. Each case is one client of a tiny model in transformers' own code, with A
-and B of every adapted layer as linear layers beside the frozen one, and one padded batch of all its examples, in float64.
+and B of every adapted layer as linear layers beside the frozen one, and one padded batch of all its examples, in
+float64.
 """
 
 import argparse
