@@ -1,132 +1,289 @@
-"""What do secure sums cost over the plain exchange of a round? Bytes and CPU seconds, with and without dropouts.
+"""What do secure sums cost over the plain exchange of a round? Bytes, CPU and wall seconds, with and without dropouts.
 
-A hundred clients send the adapters of MiniLM (q and v of six layers, rank 8) and get their mean. The plain exchange is
-frames up, the weighted sum, frames down; the secure one the same with all steps of the protocol, on one core. In the
-first round of a run each client checks the others' certificates and agrees on a secret with each, once.
+A hundred sites, each a process, are connected to the server, this process, over mutual TLS on loopback, by the client
+loop, link, streams, sessions and client manager of `atlas join` and `atlas serve`. In a round each gets the adapters of
+MiniLM (q and v of six layers, rank 8) and answers the job of training at once, with a change of its own; the server
+makes the mean, of what came or by a secure sum. Nobody trains, checks models or records rounds, which takes the same
+with both.
+
+In each repetition both federations are new, and their rounds alternate. In its first one a site checks the certificates
+of the others and agrees on a secret with each. Who leaves says so in the place of its adapters or its masked vector,
+which costs the server most; silence would cost a deadline besides, with both.
+
+Bytes are all that loopback carried (frames, HTTP/2, TLS, TCP and IP), so nothing else should use it.
 
     python benchmarks/secure_sums.py
-    python benchmarks/secure_sums.py --clients 30
+    python benchmarks/secure_sums.py --clients 30 --repetitions 2
 """
 
 import argparse
-import sys
+import contextlib
+import multiprocessing
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 
+from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, secure_means
+from atlas_fl.client.job import Job, Update, make_jobs
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.events import ignore
+from atlas_fl.params import Params, Split
+from atlas_fl.rng import generator
+from atlas_fl.runtime.coordinator import site_worker
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
+from atlas_fl.runtime.protocol.messages import Identity as RunIdentity
+from atlas_fl.runtime.protocol.model_sync import Receiver, Sender, SenderState
+from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of, public_key_of
-from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.secure_sums import Identity, KeyBook, Messages, SumClient, Terms, run_sum
+from atlas_fl.runtime.transport.client import Link
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.server import Server
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.secure_sums import Identity, KeyBook
 
-WIDTH, LAYERS = 384, 6
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--rank", type=int, default=8)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    names = [f"site-{k:03}" for k in range(args.clients)]
-    draw = torch.Generator().manual_seed(0)
-    models = {name: model(draw, args.rank) for name in names}
-    up, down, seconds = plain(models)
-    plain_bytes, plain_seconds = up + down, seconds / len(names)
-    sys.stdout.write(
-        "| | bytes of a client | over plain | CPU seconds of a client | of the server | both, over plain |"
-    )
-    sys.stdout.write(f" error |\n|---|---|---|---|---|---|---|\n| plain | {plain_bytes:,} | | {plain_seconds:.4f} |")
-    sys.stdout.write(" (with a client's) | | |\n")
-    for share in (0.0, 0.1):
-        gone = names[: round(share * len(names))]
-        run = Run(names)
-        for what in ("first round", "later"):
-            sent, client, server, error = secure(run, models, gone, about=what)
-            times = (client + server / len(names) + plain_seconds) / plain_seconds
-            row = f"| {what}, {share:.0%} leave | {sent + down:,.0f} | {(sent + down) / plain_bytes:.2f} | {client:.4f}"
-            sys.stdout.write(f"{row} | {server:.3f} | {times:.1f} | {error:.1e} |\n")
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Processes of which the imports are made once."""
+PROCESSES.set_forkserver_preload(
+    ["atlas_fl.runtime.remote", "atlas_fl.runtime.coordinator.site_worker", "atlas_fl.runtime.transport.client"]
+)
+WIDTH, LAYERS, EXAMPLES, SECONDS = 384, 6, 100, 600.0
+IDENTITY = RunIdentity(version="1", config="c", model="m", architecture="a", tokenizer="t")
+SETTINGS = SumSettings(run="a benchmark", bound=4.0, max_share=1.0)
+COUNTS: dict[Split, int] = {"train": EXAMPLES, "validation": 2, "test": 2}
+METADATA = ClientMetadata(
+    task="movie",
+    num_labels=2,
+    metric="accuracy",
+    label_names=("bad", "good"),
+    max_length=16,
+    examples=COUNTS,
+    labels={split: (count / 2, count / 2) for split, count in COUNTS.items()},
+    lengths={split: ((5, 0, count),) for split, count in COUNTS.items()},
+)
 
 
-class Run:
-    """Clients and the server of a run, with certificates."""
-
-    def __init__(self, names: list[str]) -> None:
-        with TemporaryDirectory() as folder:
-            make_certs(Path(folder) / "certs", servers=["server"], clients=names)
-            certs = {name: open_certs(Path(folder) / "certs" / name) for name in names}
-        self.book = self.checks(certs[names[0]].ca)
-        self.identities = {
-            name: Identity(
-                name=name,
-                book=self.checks(one.ca),
-                signer=private_key_of(one),
-                certificate=one.cert,
-                examples=100,
-            )
-            for name, one in certs.items()
-        }
-
-    def checks(self, ca: bytes) -> KeyBook:
-        return KeyBook(run="a benchmark", verifier=lambda name, pem: public_key_of(pem, name=name, ca=ca))
-
-
-def model(draw: torch.Generator, rank: int) -> dict[str, torch.Tensor]:
+def adapters(rank: int, *seeds: object) -> Params:
     shapes = {"lora_A": (rank, WIDTH), "lora_B": (WIDTH, rank)}
+    draw = generator(0, "a benchmark", *seeds)
     return {
-        f"encoder.layer.{layer}.attention.self.{part}.{end}": torch.randn(shape, generator=draw) / 20
+        f"encoder.layer.{layer}.attention.self.{part}.{end}": torch.from_numpy(draw.normal(0, 0.02, shape)).float()
         for layer in range(LAYERS)
         for part in ("query", "value")
         for end, shape in shapes.items()
     }
 
 
-def plain(models: Mapping[str, Mapping[str, torch.Tensor]]) -> tuple[int, int, float]:
-    """(bytes up, bytes down of a client, CPU seconds of all and the server)."""
-    start = time.process_time()
-    frames = {name: encode_frame({"kind": "result"}, params) for name, params in models.items()}
-    came = [decode_frame(frame)[1] for frame in frames.values()]
-    mean = {key: torch.stack([params[key] for params in came]).mean(0) for key in came[0]}
-    back = [encode_frame({"kind": "job"}, mean) for _ in models]
-    for frame in back:
-        decode_frame(frame)
-    return len(next(iter(frames.values()))), len(back[0]), time.process_time() - start
+def key_book(ca: bytes) -> KeyBook:
+    return KeyBook(run=SETTINGS.run, verifier=lambda name, pem: public_key_of(pem, name=name, ca=ca))
 
 
-def secure(
-    run: Run, models: Mapping[str, Mapping[str, torch.Tensor]], gone: list[str], *, about: str
-) -> tuple[float, float, float, float]:
-    """(mean bytes of a survivor but for the model down, its CPU seconds, those of the server, the largest error)."""
-    terms = Terms(clients=tuple(models), about=about, bound=4.0)
-    here = [name for name in models if name not in gone]
-    flat = {
-        name: np.concatenate([one.numpy().ravel() for one in params.values()]).astype(np.float64)
-        for name, params in models.items()
-    }
-    clients = {
-        name: SumClient(identity=identity, terms=terms, vector=lambda _, one=flat[name]: one)  # type: ignore[misc]
-        for name, identity in run.identities.items()
-    }
-    at_clients = 0.0
+# sites
 
-    def ask(step: str, told: Mapping[str, Messages]) -> dict[str, Messages]:
-        # clients that leave do so after they have shared, which costs the server most
-        nonlocal at_clients
-        asked = told.keys() - (set(gone) if step == "mask" else set())
-        start = time.process_time()
-        said = {name: clients[name].answer(step, told[name]) for name in asked}
-        at_clients += time.process_time() - start
-        return said
 
-    start = time.process_time()
-    done = run_sum(terms, run.book, ask, size=len(flat[here[0]]))
-    server = time.process_time() - start - at_clients
-    error = float(np.abs(done.total - np.sum([flat[name] for name in here], axis=0)).max())
-    sent = 4 * done.total.size + float(np.mean([sum(done.sent_bytes[name]) for name in here]))
-    return sent, at_clients / len(models), server, error
+@dataclass(frozen=True, kw_only=True)
+class Leaver:
+    """A link over which a step of the server, when it is asked for, fails."""
+
+    link: Link
+    step: str
+    asked: list[str]
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        if self.asked and self.asked.pop() == self.step:
+            head, tensors = {"kind": "failed", "number": head["number"], "reason": "it leaves"}, NO_TENSORS
+        answer = self.link.exchange(head, tensors)
+        self.asked.append(str(answer[0].get("step", answer[0]["kind"])))
+        return answer
+
+
+class Consent:
+    """Consent to everything."""
+
+    def check_job(self, head: Mapping[str, Any]) -> None: ...
+
+    def check_model(self, action: str, job: Job) -> None: ...
+
+    def check_answer(self, action: str, job: Job, tensors: Params) -> None: ...
+
+    def check_final_model(self, params: Params) -> None: ...
+
+
+def train_at_once(jobs: Sequence[Job], change: Any) -> list[Update]:
+    """The job's model and a change that is the client's own."""
+    metrics = {"loss": 1.0, "seconds": 0.0, "steps": 1.0}
+    return [
+        Update(
+            client=job.client,
+            params={key: tensor + change[key] for key, tensor in job.params.items()},
+            examples=EXAMPLES,
+            metrics=metrics,
+        )
+        for job in jobs
+    ]
+
+
+def join(folder: Path, port: int, name: str, rank: int, leaves: str, secure: bool, meter: Connection) -> None:
+    """A site in this process until it is killed; the answer to each question of `meter` is its CPU seconds."""
+    torch.set_num_threads(1)
+    site_worker.ACTIONS = {"train": train_at_once}  # type: ignore[attr-defined]
+    certs, change = open_certs(folder / name), adapters(rank, name)
+    identity = Identity(
+        name=name,
+        book=key_book(certs.ca),
+        signer=private_key_of(certs),
+        certificate=certs.cert,
+        examples=EXAMPLES,
+    )
+    address = f"localhost:{port}"
+    with Link(address, certs, hello=dict, patience=SECONDS, first_patience=SECONDS, on_event=ignore) as link:
+        client = site_worker.SiteClient(
+            name=name,
+            load_site=lambda *_: change,
+            link=Leaver(link=link, step=leaves, asked=[]),
+            registration={**asdict(METADATA), "device": "cpu_2gb"},
+            on_event=ignore,
+            receiver=Receiver(),
+            on_final_model=lambda *_: None,
+            policy=Consent(),
+            sums=SumSite(identity=identity, settings=SETTINGS) if secure else None,
+        )
+        threading.Thread(target=client.run, daemon=True).start()
+        while meter.recv():
+            meter.send(time.process_time())
+
+
+# server
+
+
+class Federation:
+    """A server, and the processes of its sites."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace, *, secure: bool, gone: list[str]) -> None:
+        self.secure, self.names, self.model, self.round = secure, site_names(args.clients), adapters(args.rank), 0
+        self.sums: tuple[str, ...] = ()
+        self.running = contextlib.ExitStack()
+        bridge = self.running.enter_context(LoopThread())
+        common = SenderState()
+        manager = ClientManager(
+            self.names, IDENTITY, settings="", on_note=bridge.note, new_sender=lambda: Sender(common=common)
+        )
+        sessions = Sessions(
+            answer=manager.answer,
+            admit=manager.handshake,
+            listed=lambda: dict.fromkeys(self.names),
+            on_presence=manager.on_presence,
+            limit=manager.max_request_bytes,
+        )
+        certs = open_certs(folder / "server")
+        server = Server(sessions, certs, host="127.0.0.1", port=0)
+        port = bridge.wait(server.start)
+        self.running.callback(lambda: bridge.wait(server.stop, "over"))
+        self.engine = RemoteEngine(
+            manager=manager,
+            bridge=bridge,
+            deadline_seconds=SECONDS,
+            split_server=None,
+            min_clients=1,
+            key_book=key_book(certs.ca),
+        )
+        self.meters = list[Connection]()
+        for name in self.names:
+            here, there = PROCESSES.Pipe()
+            leaves = ("mask" if secure else "job") if name in gone else ""
+            site = PROCESSES.Process(
+                target=join, args=[folder, port, name, args.rank, leaves, secure, there], daemon=True
+            )
+            site.start()
+            self.running.callback(site.kill)
+            self.meters.append(here)
+        bridge.call(manager.wait_for_clients, self.names, min_clients=len(self.names), seconds=SECONDS)
+
+    def counters(self) -> np.ndarray:
+        """(bytes over loopback, CPU seconds of all sites, of this process) so far, (3,)."""
+        for meter in self.meters:
+            meter.send(True)
+        sites = sum(meter.recv() for meter in self.meters)
+        (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
+        return np.array([float(line.split()[1]), sites, time.process_time()])
+
+    def measure_round(self) -> np.ndarray:
+        """(bytes of a site, CPU seconds of a site, of the server, of all, wall seconds) of a round, (5,)."""
+        counters, start = self.counters(), time.perf_counter()
+        self.round += 1
+        jobs = make_jobs(dict.fromkeys(self.names, self.model), TrainOptions(seed=0), round=self.round)
+        updates = {update.client: update.params for update in self.engine.run("train", jobs)}
+        if self.secure:
+            group = SumGroup(clients=tuple(self.names), keys=tuple(self.model), what="the adapters")
+            before = dict.fromkeys(self.names, self.model)
+            means = secure_means((group,), SETTINGS, before, updates, self.engine.sum_of, round=self.round)
+            assert not means.lost, means.lost
+            self.model, self.sums = means.updates[self.names[-1]], means.sums
+        else:
+            self.model = {key: torch.stack([own[key] for own in updates.values()]).mean(0) for key in self.model}
+        seconds = time.perf_counter() - start
+        size, sites, server = self.counters() - counters
+        return np.array([size / len(self.names), sites / len(self.names), server, sites + server, seconds])
+
+
+def site_names(count: int) -> list[str]:
+    return [f"site-{k:03}" for k in range(count)]
+
+
+def measure(args: argparse.Namespace, *, share: float) -> None:
+    """Print rows of the table for this share of clients that leave in each round."""
+    names = site_names(args.clients)
+    gone = names[: round(share * len(names))]
+    rounds = dict[tuple[bool, bool], list[np.ndarray]]()
+    for _ in range(args.repetitions):
+        with TemporaryDirectory() as made, contextlib.ExitStack() as running:
+            folder = Path(made) / "certs"
+            make_certs(folder, servers=["localhost"], clients=names)
+            federations = [Federation(folder, args, secure=secure, gone=gone) for secure in (False, True)]
+            for federation in federations:
+                running.enter_context(federation.running)
+            for number in range(1 + args.later):
+                for federation in federations:
+                    rounds.setdefault((number == 0, federation.secure), []).append(federation.measure_round())
+            plain, summed = (federation.model for federation in federations)
+            error = max(float((plain[key] - summed[key]).abs().max()) for key in plain)
+            assert error < 1e-4, f"the means differ by {error}"
+    for (is_first, is_secure), found in rounds.items():
+        name = f"{'first round' if is_first else 'later'}, {len(gone)} leave, {'secure' if is_secure else 'plain'}"
+        print_row(name, np.array(found), np.array(rounds[is_first, False]))
+    print(f"means of {', '.join(federations[1].sums)}; after all rounds {error:.1g} from the plain ones")
+
+
+def print_row(name: str, rounds: np.ndarray, plain: np.ndarray) -> None:
+    """The medians of these rounds, of seconds with the least in brackets, and their ratios to those of plain ones."""
+    median, least = np.median(rounds, axis=0), rounds.min(axis=0)
+    over = median / np.median(plain, axis=0)
+    site, server, wall = (f"{median[k]:.4f} ({least[k]:.4f})" for k in (1, 2, 4))
+    print(f"| {name} | {median[0]:,.0f} | {over[0]:.2f} | {site} | {server} | {over[3]:.1f} | {wall} | {over[4]:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--later", type=int, default=4, help="rounds after the first")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| | bytes of a site | over plain | CPU seconds of a site | of the server | all, over plain | wall | over |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for share in (0.0, 0.1):
+        measure(args, share=share)
 
 
 if __name__ == "__main__":
