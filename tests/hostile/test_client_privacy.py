@@ -21,6 +21,7 @@ from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.client_privacy import noisy_settings
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
+from atlas_fl.runtime.protocol.messages import write_packed
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.secure_sums import Identity, KeyBook
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -145,7 +146,7 @@ def test_a_site_answers_one_sum_of_a_tensor_in_a_round_and_the_same_one_alike(tm
         job = Job(client="movie-0", params=model, round=round, options=options)
         site.withhold(job, {}, {"param/x.lora_A": torch.full((2, 3), trained)})
         asked = {"what": what, "clients": list(clients), "keys": ["x.lora_A"]}
-        site.answer({"group": asked, "step": "keys", "round": round}, {})
+        site.answer({"group": asked, "step": "keys", "round": round}, write_packed({}))
         return site._sums[group.keys].noise
 
     signer = generate_private_key(SECP256R1())

@@ -18,7 +18,7 @@ from atlas_fl.deployment.settings_policy import key_book
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
-from atlas_fl.runtime.protocol.messages import as_tensor
+from atlas_fl.runtime.protocol.messages import read_packed, write_packed
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.sessions import NO_TENSORS
 from atlas_fl.secure_sums import COMMIT_BYTES, STEPS, Identity
@@ -118,8 +118,8 @@ def test_nothing_that_leaves_a_site_holds_its_model(usual: Recording) -> None:
         for step, ((_, tensors), _) in zip(steps, spoken.turns[1:], strict=False):
             if step == "mask":
                 masked += 1
-                for numbers in tensors.values():  # uniform bytes; those of float32 are not
-                    assert chisquare(np.bincount(numbers.numpy(), minlength=256)).pvalue > 1e-6
+                ((_, numbers),) = read_packed(tensors).items()  # uniform bytes; those of float32 are not
+                assert chisquare(np.bincount(np.frombuffer(numbers, np.uint8), minlength=256)).pvalue > 1e-6
     assert masked == 2 * 2 * len(FOUR)  # adapters, and the head
 
 
@@ -226,7 +226,7 @@ def no_begin(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
 
 
 def other_lists(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
-    return head, {name: one ^ 1 for name, one in tensors.items()}
+    return head, write_packed({name: bytes(one ^ 1 for one in said) for name, said in read_packed(tensors).items()})
 
 
 def own_certificate(folder: Path) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
@@ -236,8 +236,7 @@ def own_certificate(folder: Path) -> Callable[[dict[str, Any], dict[str, Any]], 
     def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
         book = key_book(replace_settings(GIVEN, base=Config()), ca=certs.ca)
         identity = Identity(name="movie-3", book=book, signer=private_key_of(certs), certificate=certs.cert)
-        made = as_tensor(bytes(COMMIT_BYTES) + identity.public)
-        return head, {name: made if name.endswith("movie-3") else one for name, one in tensors.items()}
+        return head, write_packed({**read_packed(tensors), "movie-3": bytes(COMMIT_BYTES) + identity.public})
 
     return lie
 

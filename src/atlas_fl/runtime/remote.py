@@ -13,7 +13,7 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
-from atlas_fl.runtime.protocol.messages import read_payloads, write_payloads
+from atlas_fl.runtime.protocol.messages import read_packed, write_packed
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.secure_sums import KeyBook, Messages, SumResult, run_sum
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -117,7 +117,7 @@ class RemoteEngine:
 
         def ask(step: str, told: Mapping[str, Messages]) -> dict[str, Messages]:
             job = Job(client="", params={}, round=round, options=SumStep(step=step, group=group))
-            jobs = [replace(job, client=name, sent={SUM: write_payloads(heard)}) for name, heard in told.items()]
-            return {update.client: read_payloads(update.reported[SUM]) for update in self.run(SUM, jobs)}
+            jobs = [replace(job, client=name, sent={SUM: write_packed(heard)}) for name, heard in told.items()]
+            return {update.client: read_packed(update.reported[SUM]) for update in self.run(SUM, jobs)}
 
         return run_sum(settings.terms(group, round=round), self.key_book, ask, size=size)

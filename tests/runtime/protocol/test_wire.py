@@ -20,7 +20,16 @@ from atlas_fl.client.options import (
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import digest
-from atlas_fl.runtime.protocol.messages import job_head, read_job, read_update, update_message
+from atlas_fl.runtime.protocol.messages import (
+    as_bytes,
+    as_tensor,
+    job_head,
+    read_job,
+    read_packed,
+    read_update,
+    update_message,
+    write_packed,
+)
 from atlas_fl.split.channel import Cut
 
 TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", trained_parts="B", half=1)
@@ -149,3 +158,31 @@ def test_counts_by_class_travel_with_the_scores_and_must_hold_together() -> None
     for found in [[], {"hits": [1]}, {"hits": [1, 0, 2], "examples": [2, 1, 2]}, *({**counts, **lie} for lie in lies)]:
         with pytest.raises(ProtocolError, match=r"the counts by class are|the answer is no update: classes"):
             read_update({**head, "classes": found}, tensors, job=job)
+
+
+@pytest.mark.parametrize("messages", [{}, {"": b""}, {"b": b"12", "a": b"", "c": bytes(300)}])
+def test_packed_messages_arrive_as_they_left(messages: dict[str, bytes]) -> None:
+    found = read_packed(write_packed(messages))
+    assert found == messages and list(found) == list(messages)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"\x00\x00",
+        b"\xff\xff\xff\xff{}",
+        *(len(sizes).to_bytes(4, "big") + sizes + b"12" for sizes in (b"", b"[]", b"{", b"{}", b"\xff")),
+        *(
+            len(sizes).to_bytes(4, "big") + sizes + b"12"
+            for sizes in (b'{"a":1}', b'{"a":3}', b'{"a":3,"b":-1}', b'{"a":true,"b":1}', b'{"a":2.0}', b'{"a":"2"}')
+        ),
+    ],
+)
+def test_packed_messages_of_other_sizes_than_they_say_are_refused(packed: bytes) -> None:
+    (name,) = write_packed({})
+    with pytest.raises(ProtocolError, match="messages have other sizes than they say"):
+        read_packed({name: as_tensor(packed) if packed else torch.empty(0, dtype=torch.uint8)})
+    with pytest.raises(ProtocolError, match="no row of bytes"):
+        read_packed({})
+    assert as_bytes(write_packed({"a": b"12"})[name]) == b'\x00\x00\x00\x08{"a": 2}12'

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from atlas_fl.client.job import Job, Update
@@ -30,7 +30,7 @@ from atlas_fl.runtime.coordinator.secure_sums import SUM
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
-from atlas_fl.runtime.protocol.messages import Identity, read_payloads
+from atlas_fl.runtime.protocol.messages import Identity, read_packed
 from atlas_fl.runtime.protocol.model_sync import NewSender, Sender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
@@ -154,7 +154,7 @@ class ClientManager:
                 job = pending.job
                 if pending.action == SUM:
                     head = {"kind": SUM, "number": pending.number, "round": job.round}
-                    return {**head, **asdict(job.options)}, job.sent[SUM]
+                    return {**head, "step": job.options.step, "group": vars(job.options.group)}, job.sent[SUM]
                 cut_info = None
                 if job.cut is not None and pending.split_server is not None:
                     # A job that is sent, also again, begins at its start, and so does its server half.
@@ -307,7 +307,7 @@ class ClientManager:
         Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).
         """
         if pending.action == SUM:
-            read_payloads(tensors)  # raises for what is none
+            read_packed(tensors)  # raises for what is none
             return Update(client=client.name, params={}, examples=0, metrics={}, reported={SUM: tensors})
         # bytes through a cut are counted here, whatever the site reports
         job = pending.client_job or pending.job

@@ -15,7 +15,7 @@ from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
 from atlas_fl.params import Params, digest
 from atlas_fl.rng import derive_secret
-from atlas_fl.runtime.protocol.messages import read, read_payloads, write_payloads
+from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.secure_sums import LEAST, Identity, Noise, SumClient
 
@@ -43,6 +43,9 @@ class SumSite:
     """The site's own, from which its share of the noise is drawn."""
     pay: Callable[[Mapping[str, str]], None] = lambda _: None
     """Records what is answered, by place in the run; raises DataError where something else was answered there."""
+    _head: Any = field(default=None, init=False)
+    _group: SumGroup = field(init=False)
+    """The newest group, and as the server has written it: to read all its names costs more than most steps."""
     _round: int = 0
     _trained: Params = field(default_factory=dict)
     """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
@@ -67,7 +70,10 @@ class SumSite:
 
     def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""
-        group: SumGroup = read(SumGroup, head.get("group"), "the server's sum: group")
+        if head.get("group") != self._head or self._head is None:
+            self._group = read(SumGroup, head.get("group"), "the server's sum: group")
+            self._head = head["group"]
+        group = self._group
         step = read(str, head.get("step"), "the server's sum: step")
         if step == "keys":
             self._check(group, round=read(int, head.get("round"), "the server's sum: round"))
@@ -77,7 +83,7 @@ class SumSite:
             self._sums[group.keys] = SumClient(identity=self.identity, terms=terms, vector=vector, noise=noise)
         if group.keys not in self._sums:
             raise ProtocolError(f"the server asks for {short_repr(step)} of a sum that has not begun; ask who runs it")
-        answer = write_payloads(self._sums[group.keys].answer(step, read_payloads(tensors)))
+        answer = write_packed(self._sums[group.keys].answer(step, read_packed(tensors)))
         if step == "confirm":
             self._check_again(group, self._sums[group.keys].survivors)
         return answer

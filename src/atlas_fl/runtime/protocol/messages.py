@@ -8,6 +8,7 @@ does not know.
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import accumulate
 from operator import gt
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,7 @@ from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_p
 from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
+from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.ledger import Direction, Kind
 
 _OTHER_MODEL = "give the server's model with --model"
@@ -245,6 +247,27 @@ def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 def read_payloads(tensors: Params) -> dict[str, bytes]:
     """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
     return {name.removeprefix(CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(CUT)}
+
+
+def write_packed(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """These messages as one tensor: for a hundred peers, tensors of their own would cost more than all else."""
+    sizes = to_json({name: len(message) for name, message in payloads.items()}).encode()
+    return {CUT: as_tensor(b"".join([len(sizes).to_bytes(4, "big"), sizes, *payloads.values()]))}
+
+
+def read_packed(tensors: Params) -> dict[str, bytes]:
+    """The messages of `write_packed`; raises `ProtocolError` for anything else."""
+    packed = as_bytes(tensors.get(CUT, torch.empty(0)))
+    start = 4 + int.from_bytes(packed[:4], "big")
+    try:
+        sizes = from_json(packed[4:start])
+    except ValueError:
+        sizes = None
+    is_whole = isinstance(sizes, dict) and all(type(size) is int and size >= 0 for size in sizes.values())
+    if not is_whole or start + sum(sizes.values()) != len(packed):
+        raise ProtocolError("messages have other sizes than they say; install the same atlas-fl on both ends")
+    ends = accumulate(sizes.values(), initial=start)
+    return {name: packed[begin : begin + size] for (name, size), begin in zip(sizes.items(), ends)}
 
 
 def read_fields(kind: type[Any], head: Mapping[str, Any], where: str) -> Any:
