@@ -16,6 +16,7 @@ clients' noise has variance (z S)^2, and the sum is of t at least: who knows its
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite, sqrt
 from types import MappingProxyType
 from typing import TypeAlias
@@ -46,7 +47,7 @@ class SumGroup:
     clients: tuple[str, ...]
     keys: tuple[str, ...]
     what: str
-    """`the adapters` or `the head of TASK`."""
+    """`the adapters`, `the head of TASK`, or both where the same clients share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def sum_groups(
 
     Raises ConfigError where a client would be summed with fewer than two others, and for rows that are no averages.
     """
-    clients, found = federation.clients, dict[tuple[tuple[int, ...], str], list[str]]()
+    clients, found = federation.clients, dict[tuple[int, ...], dict[str, list[str]]]()
     for key in sorted({key for params in models.values() for key in shared_params(params, share)}):
         holders = {k for k, client in enumerate(clients) if key in models[client]}
         for group in groups_of(matrices(key)):
@@ -149,20 +150,20 @@ def sum_groups(
                     )
                 task = federation.head_groups[group.sources[0]]
                 what = f"the head of {task}" if key.startswith(HEAD) else "the adapters"
-                found.setdefault((group.sources, what), []).append(key)
+                found.setdefault(group.sources, {}).setdefault(what, []).append(key)
                 holders -= {*group.sources}
         for k in sorted(holders):
-            found.setdefault(((k,), f"{key} of {clients[k]}"), []).append(key)
+            found.setdefault((k,), {}).setdefault(f"{key} of {clients[k]}", []).append(key)
     groups = []
-    for (sources, what), keys in found.items():
-        names = tuple(clients[k] for k in sources)
+    for sources, parts in found.items():
+        names, what = tuple(clients[k] for k in sources), " and ".join(parts)
         if len(names) < LEAST:
             raise ConfigError(
                 f"--secure and --dp client are of sums over at least {LEAST} clients, and {what} would be of"
                 f" {' and '.join(names)}; bring more of them (--clients-per-task {LEAST}, --min-cluster-size {LEAST}),"
                 " or leave heads at the clients (--share A B)"
             )
-        groups.append(SumGroup(clients=names, keys=tuple(keys), what=what))
+        groups.append(SumGroup(clients=names, keys=tuple(chain(*parts.values())), what=what))
     return tuple(groups)
 
 
