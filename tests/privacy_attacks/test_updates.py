@@ -27,10 +27,13 @@ def test_the_rows_of_a_whole_models_embeddings_that_move_are_the_clients_tokens(
     assert row["right_chance"] < 0.5
 
 
-def test_a_hostile_server_stays_inside_the_checks_of_a_site(config: Make) -> None:
+def test_a_hostile_server_stays_inside_the_checks_of_a_site(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     honest, hostile = run_attack(config(**SHORT), "tokens")
     assert (honest["updates"], hostile["updates"], hostile["refusal"]) == (8, 7, "")
     assert honest["score"] is not None and hostile["score"] is None
+    monkeypatch.setattr(updates, "TINY", 1e-6)
+    _, hostile = run_attack(config(**SHORT), "tokens")
+    assert hostile["updates"] == 1 and "times shorter than the initialisation" in hostile["refusal"]
 
 
 SMALL = {"tasks": "movie", "clients_per_task": "2", "samples": "16", "max_length": "24", "ranks": "8", "rounds": "4"}
@@ -105,11 +108,19 @@ def test_what_the_attack_has_nothing_to_say_of_is_one_line(config: Make) -> None
         run_attack(config(tasks="movie", adapted_blocks=1), "tokens")
 
 
-def test_guessing_is_held_against_another_client(config: Make) -> None:
+def test_guessing_is_held_against_another_client(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shares of the truth: out of updates of this model nothing is read."""
     assembly = assemble(config(**{**SHORT, "rounds": 1}))
     first, second = assembly.clients[:2]
+    shares = torch.zeros(len(assembly.site.backbone.model.get_input_embeddings().weight), SHORT["max_length"])
+    for text in updates._texts(assembly.site.data[first.name].splits["train"]):
+        for place, token in text:
+            shares[token, place] = 1.0
+    monkeypatch.setattr(updates, "_shares_in_span", lambda *_, **__: shares)
     found = read_tokens(assembly, [first], [second], hostile=False, on_event=ignore)
     turned = read_tokens(assembly, [first], [first], hostile=False, on_event=ignore)
+    assert all(found[key] > found[f"{key}_chance"] for key in ("right", "found", "placed")), found
+    assert found["right"] == 1.0 and found["placed"] > 0.5
     same = [key for key in found if "chance" not in key]
     assert [turned[key] for key in same] == [found[key] for key in same]
     assert all(turned[f"{key}_chance"] == turned[key] for key in ("right", "found", "placed"))
