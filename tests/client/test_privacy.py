@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atlas_fl.client import private_training
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import batches, train
+from atlas_fl.client.local_training import LocalTrainer, batches, train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import (
     costs_of,
@@ -92,13 +92,19 @@ def test_halves_are_disjoint_their_noise_differs_and_both_are_one_question(
     options = dataclasses.replace(OPTIONS, epochs=20, half=0, pays_halves=True, lr=1e4, clip=1e-6)
     secrets = {} if secret is None else {"a-0": secret}
     site = dataclasses.replace(site, secrets=secrets, pay=lambda question, *_: asked.append(question) or 0)
-    used, trained = dict[str, bytes](), []
+    used, trained, noise = dict[str, bytes](), [], []
+    draw = LocalTrainer.noise
 
     def noted(jobs: list[Job], given, **others):
         used.update(given.secrets)
         return train(jobs, given, **others)
 
+    def noisy(member: LocalTrainer, done: int, *, deviation: float) -> dict[str, torch.Tensor]:
+        noise.append(draw(member, done, deviation=deviation))
+        return noise[-1]
+
     monkeypatch.setattr(private_training, "train", noted)
+    monkeypatch.setattr(LocalTrainer, "noise", noisy)
     for half in (0, 1):
         job = Job(client="a-0", params=tiny.params(spec), round=1, options=dataclasses.replace(options, half=half))
         (update,) = train_privately([job], site)
@@ -107,7 +113,10 @@ def test_halves_are_disjoint_their_noise_differs_and_both_are_one_question(
         seen[half] = {int(one) for batch in drawn for one in batch.taken_from[1]}
     assert len({*asked}) == 1 and len(asked) == 2
     assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 13
-    assert not all(torch.allclose(trained[0][key], trained[1][key]) for key in trained[0])
+    steps = len(noise) // 2
+    pairs = zip(noise[:steps], noise[steps:], strict=True)
+    assert steps and not any(torch.allclose(one[key], other[key]) for one, other in pairs for key in one)
+    assert not any(torch.allclose(trained[0][key], trained[1][key]) for key in trained[0])
 
 
 def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:
@@ -173,7 +182,7 @@ def test_steps_are_those_of_plain_torch_with_one_example_at_a_time(
 def test_noise_has_its_deviation_in_every_tensor_and_is_drawn_apart(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("bert")
     spec = spec_of(name="a-0", labels=3, examples=12)
-    options = dataclasses.replace(OPTIONS, epochs=1, max_steps=1, lr=1.0, clip=1e-6)
+    options = dataclasses.replace(OPTIONS, epochs=1, max_steps=1, lr=1e5, clip=1e-6)
     moved = []
     for number in (1, 2):
         (update,) = train_privately(
@@ -181,12 +190,13 @@ def test_noise_has_its_deviation_in_every_tensor_and_is_drawn_apart(tiny_of, sit
         )
         moved.append({key: update.params[key] - start for key, start in tiny.params(spec).items()})
         assert math.isnan(update.metrics["loss"]), "a loss would tell of examples"
-    deviation = noise_multiplier(12, options) * options.clip / options.batch_size
+    deviation = options.lr * noise_multiplier(12, options) * options.clip / options.batch_size
+    whole = torch.cat([tensor.flatten() for tensor in moved[0].values()])
+    assert len(whole) > 500 and float(whole.std()) == pytest.approx(deviation, rel=0.1)
     large = [key for key, tensor in moved[0].items() if tensor.numel() > 50]
     assert large
     for key in large:
-        # values of the parameters round away the last digits of so small a step
-        assert float(moved[0][key].std()) == pytest.approx(deviation, rel=0.5)
+        assert float(moved[0][key].std()) == pytest.approx(deviation, rel=0.4)
         assert not torch.equal(moved[0][key], moved[1][key])
 
 
