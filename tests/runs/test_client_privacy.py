@@ -66,6 +66,8 @@ def test_clients_add_the_noise_to_secure_sums_themselves(config: Make) -> None:
     assert any("labels, and scores are not covered" in note for note in notes)
     parts = resume_run(run_config(config(name="parts", max_rounds=1, **given)).folder)
     assert same_tensors(state(whole.folder), state(parts.folder))
+    other = run_config(config(name="other", **{**given, "epsilon": 4.0}))
+    assert not same_tensors(state(whole.folder), state(other.folder)), "there is noise"
 
 
 @pytest.mark.core
