@@ -99,6 +99,7 @@ def test_nothing_is_installed_without_its_hash() -> None:
 def test_no_index_and_no_hub_is_named_in_the_repository() -> None:
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     named = [name for name in files.split("\0") if name and not (ROOT / name).is_symlink() and (ROOT / name).is_file()]
+    assert named, "git lists no file"
     assert [name for name in named if HOSTS.search((ROOT / name).read_bytes().decode("utf-8", "ignore"))] == []
 
 

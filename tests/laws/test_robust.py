@@ -196,8 +196,15 @@ def test_an_attacker_alone_in_its_cluster_harms_nobody(name):
     graph[4], graph[:, 4] = 0, 0
     fed = replace(fed, adjacency=graph)
     far = {**models, "c4": {key: 1e6 * tensor for key, tensor in models["c4"].items()}}
-    first, second = (aggregate(name, one, fed=fed, within="clusters") for one in (models, far))
-    assert all(torch.equal(first[f"c{k}"][key], second[f"c{k}"][key]) for k in range(4) for key in first["c0"])
+    near = {**models, "c4": models["c1"]}  # Krum takes whom another one stands beside
+
+    def are_the_same(fed):
+        first, *others = (aggregate(name, one, fed=fed, within="clusters") for one in (models, far, near))
+        pairs = [(first[f"c{k}"], other[f"c{k}"]) for k in range(4) for other in others]
+        return all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
+
+    assert are_the_same(fed)
+    assert not are_the_same(replace(fed, clusters=np.zeros(5, int), adjacency=np.ones((5, 5)) - np.eye(5)))
 
 
 def test_distances_are_those_of_dense_updates_whatever_the_factors():

@@ -2,14 +2,18 @@
 
 import io
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from atlas_fl.client.job import Job
 from atlas_fl.experiment.run import RunResult, run_config
+from atlas_fl.planning import planner
 from atlas_fl.planning.planner import make_plan
+from atlas_fl.planning.task_discovery import discover_tasks
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
@@ -161,11 +165,19 @@ def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
 
 
 @pytest.mark.slow
-def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None:
-    result = run_config(config(name="again", recluster_every=1, **SPLIT))
+def test_clusters_that_are_measured_again_are_paired_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the second look had found each small client beside the large one of the other task."""
+
+    def discover(*given: Any, round: int = 0, **words: Any) -> Any:
+        found = discover_tasks(*given, round=round, **words)
+        return replace(found, labels=(1, 0, 0, 1)) if round else found
+
+    monkeypatch.setattr(planner, "discover_tasks", discover)
+    result = run_config(config(name="again", recluster_every=1, clusters="oracle", **SPLIT))
     first, last = (read_json(result.folder / name)["clients"] for name in ("plan.json", "plan-0002.json"))
+    hosts_of = [[client["split"].get("host", {}).get("name") for client in plan] for plan in (first, last)]
+    assert hosts_of == [["movie-1", None, "trec-1", None], ["trec-1", None, "movie-1", None]]
     for old, new in zip(first, last, strict=True):
-        assert new["split"].get("host") == old["split"].get("host")
         assert new["predicted"] == old["predicted"]
         assert new["memory"] == old["memory"]
 
