@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil,
 from atlas_fl.config import Config, DataConfig, MixingConfig, RunConfig, TrainingConfig, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.schema import ClusteringConfig, ModelConfig, RanksConfig
+from atlas_fl.experiment import run
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_image_backbone
@@ -107,10 +109,18 @@ def examples_are_drawn_a_few_times(request: pytest.FixtureRequest) -> Iterator[N
 def equal_work_is_done_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of this process take fingerprints, first rounds and scores that another one has computed of equal input.
 
-    `tests/runtime/test_reuse.py` holds what is reused to what is computed.
+    `tests/runtime/test_reuse.py` holds what is reused to what is computed. A run that is resumed computes all anew, as
+    in a process of its own: else it would end in the bits of an undisturbed one whatever it draws.
     """
     is_computed = request.module.__name__.endswith(COMPUTE_ANEW)
     monkeypatch.setattr(REUSED_RESULTS, "max_bytes", 0 if is_computed else MAX_BYTES)
+    restore = run._restore_checkpoint
+
+    def restore_alone(*given: Any, **words: Any) -> Any:
+        REUSED_RESULTS._results.clear()
+        return restore(*given, **words)
+
+    monkeypatch.setattr(run, "_restore_checkpoint", restore_alone)
 
 
 @pytest.fixture(scope="session")
