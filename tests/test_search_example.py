@@ -45,7 +45,7 @@ def test_trials_follow_from_the_seed_come_near_the_best_and_end_in_a_config(exam
     assert capsys.readouterr().out.splitlines()[:3] == lines[:3]
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_a_trial_is_a_run_of_its_own_that_is_found_again(example, capsys) -> None:
     example.main("smoke", "1")
     (first, _) = capsys.readouterr().out.splitlines()
