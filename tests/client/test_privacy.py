@@ -15,7 +15,7 @@ from atlas_fl.client.local_training import LocalTrainer, batches, train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import (
     costs_of,
-    epsilon_of,
+    epsilon_of_all,
     noise_multiplier,
     noise_of,
     rate_of,
@@ -64,7 +64,7 @@ def dense_loss(model, params, batch, scale) -> torch.Tensor:
 def test_epsilon_is_that_of_published_settings(
     q: float, noise: float, steps: int, delta: float, epsilon: float
 ) -> None:
-    assert epsilon_of(q, noise, steps, delta) == pytest.approx(epsilon, abs=1e-3)
+    assert epsilon_of_all(((q, noise, steps),), delta) == pytest.approx(epsilon, abs=1e-3)
 
 
 def test_one_full_batch_without_sampling_is_the_gaussian_mechanism() -> None:

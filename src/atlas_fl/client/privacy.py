@@ -46,11 +46,6 @@ def _event(q: float, noise: float, steps: int) -> Any:
     return library.SelfComposedDpEvent(library.PoissonSampledDpEvent(q, library.GaussianDpEvent(noise)), steps)
 
 
-def epsilon_of(q: float, noise: float, steps: int, delta: float) -> float:
-    """The epsilon of so many steps at this rate q and noise multiplier."""
-    return epsilon_of_all(((q, noise, steps),), delta)
-
-
 @lru_cache(maxsize=1024)
 def epsilon_of_all(costs: tuple[tuple[float, float, int], ...], delta: float) -> float:
     """The epsilon of (rate q, noise multiplier, steps) together."""
