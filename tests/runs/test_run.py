@@ -266,7 +266,7 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
     trained = unflatten_by_client(load_file(atlas.folder / "audit/round-0002/trained.safetensors"))
     sent = {r["client"]: r["bytes"] for r in rows(atlas.folder, "ledger") if r["round"] == 2 and r["direction"] == "up"}
     assert sent == {name: encoded_size(shared_params(params, ("A", "B"))) for name, params in trained.items()}
-    assert {row["kind"] for row in rows(atlas.folder, "ledger")} == {"fingerprint", "control", "adapter"}
+    assert {row["kind"] for row in rows(atlas.folder, "ledger")} == {"fingerprint", "importance", "control", "adapter"}
 
 
 @pytest.mark.slow

@@ -626,6 +626,13 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
+    def measures_importance(self) -> bool:
+        """Something follows the importance of layers, and differential privacy leaves it to be measured."""
+        has_equal_ranks = self.ranks.ranks == "uniform" or self.ranks.ranks.isdigit()
+        follows = not has_equal_ranks or AUTO in self.split.split or self.mixing.layer_weighting == "importance"
+        return follows and self.training.dp == "none"
+
+    @property
     def needs_sums(self) -> bool:
         """The server works with sums over clients alone."""
         return self.mixing.secure or self.training.dp == "client"

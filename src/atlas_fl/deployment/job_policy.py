@@ -120,7 +120,7 @@ JOBS: Mapping[str, Expected] = {
     "importance": Expected(
         options=lambda config, *_: importance_options(config),
         rounds=lambda config, number: number == 0 or (config.ranks.rerank and _is_clustering_round(config, number)),
-        asked=lambda config, outline: not outline.whole and config.training.dp == "none",
+        asked=lambda config, outline: not outline.whole and config.measures_importance,
     ),
     "ridge": Expected(options=lambda *_: RidgeOptions(), asked=_fits_heads),
     "scale": Expected(

@@ -318,7 +318,7 @@ def _for_the_plan(config: Config, task: Task) -> Iterator[str]:
         yield f"two sketches of {config.clustering.sketch_dim:,} numbers"
         if config.clustering.fingerprint == "delta" and not is_full:
             yield f"{_trained(config, task)} after a warm-up"
-    if not is_full and config.training.dp == "none":
+    if not is_full and config.measures_importance:
         yield "the importance of each block"
     if is_full and task.images and config.images.head_first == "ridge":
         yield "sums of its images' features by class"

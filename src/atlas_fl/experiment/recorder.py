@@ -148,9 +148,13 @@ class Recorder:
     def record_plan(self, planned: PlanResult, state: FederationState, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.cut_traffic)]
+        rows = (
+            plan_messages(planned, with_importance=self._has_importance(planned))
+            if communicates
+            else planned.cut_traffic
+        )
         self._append_rows(self.folder.metrics, [])
-        self._append_rows(self.folder.ledger, rows)
+        self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.config.run.audit:
             self._write_audit_models(self.folder.audit_round(0), "start", state.client_models)
             self._write_server_state(self.folder.audit_round(0), state.server_state)
@@ -174,11 +178,16 @@ class Recorder:
         )
         rows: Sequence[LedgerRow] = join.planned.cut_traffic
         if strategy_of(assembly.config).communicates:
-            rows = plan_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
+            has_importance, number = self._has_importance(join.planned), state.round + 1
+            rows = plan_messages(join.planned, with_importance=has_importance, round=number, only=join.newcomer_models)
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.config.run.audit:
             self._write_join_audit(join)
         self._save_checkpoint(state)
+
+    def _has_importance(self, planned: PlanResult) -> bool:
+        """Return whether clients measured the importance of their layers, of which whole models have none."""
+        return self.config.measures_importance and planned.plan.importance.size > 0
 
     def _write_join_audit(self, join: JoinResult) -> None:
         state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)
@@ -200,7 +209,9 @@ class Recorder:
         """Write a plan that holds from this round on, and for the audit the models resized to its ranks."""
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
-        self._append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
+        measured = self.config.measures_importance and resized_models is not None
+        rows = plan_messages(planned, with_importance=measured, round=round)
+        self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.config.run.audit and resized_models is not None:
             self._write_audit_models(self.folder.audit_round(round), "begun", resized_models)
 

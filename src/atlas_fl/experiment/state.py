@@ -497,30 +497,35 @@ def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict
     return distinct, {path: first_path for path, first_path in first_paths.items() if path != first_path}
 
 
-def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
+def plan_messages(
+    planned: PlanResult, *, with_importance: bool, round: int = 0, only: Collection[str] | None = None
+) -> list[LedgerRow]:
     """The messages of planning: each client's sketches and layer importance up, its ranks and cluster down.
 
-    With `only` (late clients), a client whose cluster has an importance sends none. The server computes the sketches of
-    a client that is planned over its cut; that traffic is among the cut's.
+    With `only` (late clients), a client whose cluster has an importance sends none. The server computes what a client
+    that is planned over its cut measures; that traffic is among the cut's.
     """
     rows: list[LedgerRow] = [*planned.messages, *planned.cut_traffic]
     planned_over_cut = {row.client for row in rows if row.phase}
     first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
+
+    def add(client: str, direction: Direction, kind: Kind, size: int) -> None:
+        rows.append(LedgerRow(round=round, client=client, direction=direction, kind=kind, bytes=size))
+
     for index, client in enumerate(planned.plan.clients):
         if only is not None and client.name not in only:
             continue
-        if planned.sketches is not None and client.name not in planned_over_cut:
-            payload = {
-                "first": torch.from_numpy(planned.sketches[0, index]),
-                "second": torch.from_numpy(planned.sketches[1, index]),
-            }
-            if only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name:
-                payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[index])
-            size = encoded_size(payload)
-            rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
+        measures = client.name not in planned_over_cut
+        if planned.sketches is not None and measures:
+            halves = zip(("first", "second"), planned.sketches[:, index], strict=True)
+            sketches = {half: torch.from_numpy(sketch) for half, sketch in halves}
+            add(client.name, "up", "fingerprint", encoded_size(sketches))
+        is_first = only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name
+        if with_importance and measures and is_first:
+            importance = torch.from_numpy(planned.plan.importance[index])
+            add(client.name, "up", "importance", encoded_size({IMPORTANCE: importance}))
         told = {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
-        size = len(to_json(told).encode())
-        rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
+        add(client.name, "down", "control", len(to_json(told).encode()))
     return rows
 
 

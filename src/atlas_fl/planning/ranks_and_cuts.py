@@ -179,9 +179,9 @@ def importance_by_client(
 ) -> np.ndarray:
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one.
 
-    Under differential privacy nobody measures, and all layers count alike.
+    All layers count alike where no client measures: with ranks that do not follow it, or under differential privacy.
     """
-    if assembly.config.training.dp != "none":
+    if not assembly.config.measures_importance:
         num_layers = len(assembly.site.backbone.blocks)
         return np.full((len(assembly.clients), num_layers), 1 / num_layers)
     jobs = make_jobs(models, importance_options(assembly.config), round=round, cuts=cuts, clients=assembly.names)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
     "fingerprint",
+    "importance",
     "adapter",
     "head",
     "weights",
