@@ -60,11 +60,11 @@ def is_done(rows: Path, flags: str, method: str, seeds: int) -> bool:
     return len(done) >= seeds
 
 
-def missing_units(rows: Path, federations: list[str], methods: list[str], together: int) -> Iterator[Unit]:
+def missing_units(plan: Path, rows: Path, federations: list[str], methods: list[str], together: int) -> Iterator[Unit]:
     """What the file lacks, in the order of the plan's parts; a part without federations of its own has the common."""
-    plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
-    common = plan.pop("federations")
-    for part in plan.values():
+    parts = tomllib.loads(plan.read_text(encoding="utf-8"))
+    common = parts.pop("federations", {})
+    for part in parts.values():
         for federation, flags in part.get("federations", common).items():
             wanted = [
                 method
@@ -83,6 +83,7 @@ def missing_units(rows: Path, federations: list[str], methods: list[str], togeth
 def main() -> int:
     """Run what is missing, as long as there is time; 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", type=Path, default=PLAN, help="what to run")
     parser.add_argument("--rows", type=Path, default=Path("benchmarks/equal_terms.csv"), help="the file of rows")
     parser.add_argument("--together", type=int, default=4, help="methods of a unit")
     parser.add_argument("--jobs", type=int, default=2, help="units at once")
@@ -92,7 +93,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="*", default=[], help="these alone")
     given = parser.parse_args()
     end, writing = time.monotonic() + 60 * given.minutes, Lock()
-    missing = list(missing_units(given.rows, given.federations, given.methods, given.together))
+    missing = list(missing_units(given.plan, given.rows, given.federations, given.methods, given.together))
     print(f"{len(missing)} units are missing", flush=True)
 
     def run(unit: Unit) -> None:

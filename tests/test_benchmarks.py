@@ -50,7 +50,8 @@ FEDERATIONS |= PLAN["federations"]
 def declared(*federations: str, rows: Path | None = None) -> list[str]:
     """The units of these federations, all or those that a file of rows lacks."""
     module = runpy.run_path(str(ROOT / "benchmarks/equal_terms.py"))
-    units = module["missing_units"](rows or Path("no.csv"), list(federations), [], together=3)
+    plan, known = ROOT / "benchmarks/equal_terms.toml", rows or Path("no.csv")
+    units = module["missing_units"](plan, known, list(federations), [], together=3)
     return [f"{unit.federation} {method}" for unit in units for method in unit.methods]
 
 
@@ -96,6 +97,22 @@ def test_the_page_of_results_is_what_its_command_writes(rows: str, page: str, tm
     words = ["results", str(ROOT / "benchmarks" / rows), "--control", "fedavg", "--all", "--to", str(tmp_path / page)]
     assert main(words) == 0
     assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
+
+
+def test_differences_over_clients_by_hand(tmp_path: Path) -> None:
+    """Three clients gain .1, .2 and .3 in the mean over two seeds: .2, with t = .2 / (.1 / sqrt 3) and p .074."""
+    scores = {
+        "fedavg": ("0.5 0.5 0.5", "0.5 0.5 0.5"),
+        "ditto": ("0.5 0.7 0.8", "0.7 0.7 0.8"),
+        "local": ("0.5 0.5 0.5",),
+    }
+    lines = [f"p,,{name},{score}\n" for name, seeds in scores.items() for score in seeds]
+    (rows := tmp_path / "rows.csv").write_text("preset,dial,strategy,scores\n" + "".join(lines))
+    table = list(runpy.run_path(str(ROOT / "benchmarks/clients_as_units.py"))["lines"](rows, "fedavg"))
+    assert table[2:] == [
+        "| `ditto` | +0.200 | -0.048 to +0.448 | 0.074 | 3 of 3 |",
+        "| `local` | the same scores | | | |",
+    ]
 
 
 def test_the_rows_that_other_methods_are_compared_with_are_those_of_the_first_five_seeds() -> None:

@@ -81,6 +81,16 @@ def test_sign_flips_by_hand() -> None:
     assert sign_flip_p(np.zeros(4), rng=rng()) == 1
 
 
+@pytest.mark.parametrize("denominator", [7, 540, 1080])
+def test_sign_flips_count_ties_that_rounding_hides(denominator: int) -> None:
+    """Thirds have no last digit: p is that of the numerators, whole numbers whose sums are exact."""
+    signs = np.array(list(product([1, -1], repeat=8)))
+    for seed in range(20):
+        numerators = rng(seed).integers(-4, 5, size=8)
+        exact = (np.abs(signs @ numerators) >= abs(numerators.sum())).mean()
+        assert sign_flip_p(round_scores(numerators / denominator), rng=rng()) == exact
+
+
 def test_random_sign_flips_estimate_the_exact_p_and_are_never_zero() -> None:
     differences = np.round(rng(8).normal(0.01, 0.02, 17), 3)
     signs = np.array(list(product([1, -1], repeat=16)))  # of all but the first: the other half is its mirror image
