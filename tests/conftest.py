@@ -319,7 +319,7 @@ def spec_of() -> type[Spec]:
 def _tokens(spec: Spec, tokenizer: Any) -> ClientTokens:
     from atlas_fl.client.job import ClientTokens
     from atlas_fl.data.task import Task
-    from atlas_fl.models.tokenization import encode_examples
+    from atlas_fl.models.tokenization import TextEncoder
 
     source = np.random.default_rng(sum(map(ord, spec.name)))
 
@@ -334,7 +334,7 @@ def _tokens(spec: Spec, tokenizer: Any) -> ClientTokens:
             else source.integers(spec.labels, size=count)
         )
         pair = texts(count) if spec.pairs else None
-        return encode_examples(texts(count), pair, labels, tokenizer=tokenizer, max_length=40)
+        return TextEncoder(tokenizer=tokenizer, max_length=40).examples(texts(count), pair, labels)
 
     regression = spec.labels == 0
     task = Task(

@@ -15,7 +15,7 @@ from atlas_fl.config import Config, parse_config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images
 from atlas_fl.deployment.site import own_client
-from atlas_fl.models.tokenization import encode_examples
+from atlas_fl.models.tokenization import TextEncoder
 from atlas_fl.runtime.transport.frames import encode_frame
 from atlas_fl.runtime.transport.sessions import Message
 from tests.hostile.servers import Recording
@@ -110,7 +110,7 @@ def texts_of(recording: Recording, site: str) -> Iterator[tuple[str, np.ndarray]
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.model)
     for rows in (client.train, client.validation, client.test):
-        encoded = encode_examples(rows.text, rows.pair, rows.label, tokenizer=tokenizer, max_length=24)
+        encoded = TextEncoder(tokenizer=tokenizer, max_length=24).examples(rows.text, rows.pair, rows.label)
         for place, text in enumerate(rows.text):
             ids = encoded.ids[encoded.offsets[place] : encoded.offsets[place + 1]][1:-1]
             if len(ids) >= 4:

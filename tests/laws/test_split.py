@@ -20,7 +20,7 @@ from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
-from atlas_fl.models.tokenization import encode_prompts
+from atlas_fl.models.tokenization import TextEncoder
 from atlas_fl.split import channel, codec
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
@@ -310,7 +310,7 @@ def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> N
     tiny = writer_of("gpt2")
     site, jobs = writers(tiny, site_of, spec_of)
     name = "prompt-0"
-    asked = encode_prompts(["w1 w2"], tokenizer=tiny.backbone.tokenizer, max_length=8)
+    asked = TextEncoder(tokenizer=tiny.backbone.tokenizer, max_length=8).prompts(["w1 w2"])
     prompts = {"test": Prompts(encoded=asked, references=("w3",))}
     site = dataclasses.replace(site, data={name: dataclasses.replace(site.data[name], prompts=prompts)})
     job = dataclasses.replace(jobs[-1], options=EvaluateOptions(split="test", new_tokens=2))

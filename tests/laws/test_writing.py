@@ -24,7 +24,7 @@ from atlas_fl.models import backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import FAMILIES
-from atlas_fl.models.tokenization import EncodedExamples, encode_prompts, encode_targets
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from tests.laws.test_packs import assert_same
 
 # PEFT still asks for it under its old name.
@@ -55,7 +55,7 @@ def tokens(writer, *, seed: int, prompts: bool, examples: int = 9) -> ClientToke
 
     def split(seed: int) -> EncodedExamples:
         target = texts(examples, seed=seed + 1, words=(1, 8)) if prompts else None
-        return encode_targets(texts(examples, seed=seed, words=(1, 9)), target, tokenizer=tokenizer, max_length=24)
+        return TextEncoder(tokenizer=tokenizer, max_length=24).targets(texts(examples, seed=seed, words=(1, 9)), target)
 
     task = Task(name="notes", num_labels=0, load=lambda _: pytest.fail("nobody reads it"))
     return ClientTokens(
@@ -207,7 +207,7 @@ def test_what_is_written_is_what_stock_generate_writes(writer, site_of, spec_of,
     site, jobs = federation(writer, site_of, spec_of, max_tokens=max_tokens)
     tokenizer, chosen = writer.backbone.tokenizer, [jobs[0], jobs[2]]
     asked = [texts(count, seed=20 + count, words=(1, 9)) for count in (3, 4)]
-    prompts = [encode_prompts(own, tokenizer=tokenizer, max_length=20) for own in asked]
+    prompts = [TextEncoder(tokenizer=tokenizer, max_length=20).prompts(own) for own in asked]
     found = [write(own, job.params, site, new_tokens=12) for own, job in zip(prompts, chosen, strict=True)]
     written = []
     for k, job in enumerate(chosen):
@@ -229,7 +229,7 @@ def test_a_text_ends_at_the_end_of_text(writer_of, site_of, spec_of) -> None:
     """With the likeliest next token as the end of text, nothing is written."""
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
-    prompt = encode_prompts(["w1 w2"], tokenizer=writer.backbone.tokenizer, max_length=9)
+    prompt = TextEncoder(tokenizer=writer.backbone.tokenizer, max_length=9).prompts(["w1 w2"])
     with torch.no_grad(), forward(collate_packed([prompt], device=CPU), [jobs[0].params], site) as logits:
         likeliest = int(logits[0].argmax())
     tokenizer = writer.backbone.tokenizer
@@ -247,7 +247,7 @@ def test_a_model_that_gives_no_numbers_writes_nothing_and_finds_no_token(
 ) -> None:
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
-    prompts = encode_prompts(["w1 w2", "w3 w4 w5"], tokenizer=writer.backbone.tokenizer, max_length=9)
+    prompts = TextEncoder(tokenizer=writer.backbone.tokenizer, max_length=9).prompts(["w1 w2", "w3 w4 w5"])
     real = backbone.frozen_product
     monkeypatch.setattr(backbone, "frozen_product", lambda *args: real(*args) * float("nan"))
     assert write(prompts, jobs[2].params, site, new_tokens=4) == ["", ""]
@@ -262,7 +262,7 @@ def test_writing_leaves_packs_and_checkpoints_as_they_were(writer, site_of, spec
     lean_site = dataclasses.replace(site, backbone=lean)
     before = [block.training for block in lean.blocks]
     assert any(before)
-    prompts = encode_prompts(["w1 w2", "w3 w4 w5"], tokenizer=writer.backbone.tokenizer, max_length=20)
+    prompts = TextEncoder(tokenizer=writer.backbone.tokenizer, max_length=20).prompts(["w1 w2", "w3 w4 w5"])
     (expected,) = train([jobs[2]], site)
     said = [write(prompts, jobs[2].params, own, new_tokens=8) for own in (site, lean_site)]
     assert said[0] == said[1]
@@ -275,7 +275,7 @@ def test_writing_leaves_packs_and_checkpoints_as_they_were(writer, site_of, spec
 def test_rouge_is_of_what_is_written(writer_of, site_of, spec_of) -> None:
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
-    prompts = encode_prompts(["w1 w2", "w3"], tokenizer=writer.backbone.tokenizer, max_length=20)
+    prompts = TextEncoder(tokenizer=writer.backbone.tokenizer, max_length=20).prompts(["w1 w2", "w3"])
     said = write(prompts, jobs[2].params, site, new_tokens=6)
     assert all(said), "the model ends at once"
     for references, rouge in ((said, 1.0), (["nothing", "alike"], 0.0)):

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.chat_template import TEMPLATES, ChatTemplate
-from atlas_fl.models.tokenization import EncodedExamples, encode_chat_prompts, encode_chats
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 
 # As published templates are: no marks, and what ends a turn is no end of text.
 UNMARKED = (
@@ -39,7 +39,7 @@ def tokenizer(writer_of) -> PreTrainedTokenizerBase:
 def encode(tokenizer, template: str | None, *chats: object, most: int = 200, **changes: object) -> EncodedExamples:
     texts = [json.dumps(chat) for chat in chats]
     given = ChatTemplate(tokenizer, template)
-    return encode_chats(texts, tokenizer=tokenizer, template=given, max_length=most, **changes)  # type: ignore[arg-type]
+    return TextEncoder(tokenizer=tokenizer, max_length=most, **changes).chats(texts, given)  # type: ignore[arg-type]
 
 
 def predicted(tokenizer, examples: EncodedExamples) -> list[str]:
@@ -72,8 +72,8 @@ def test_an_example_is_the_text_of_its_template(tokenizer) -> None:
     whole = "<u>hi<e>\n<a>yo<e>\n"
     assert tokenizer.decode(examples.ids) == f"{whole}<u>how<e>\n<a>so<e>\n{whole}"
     assert examples.full_lengths is None and len(examples) == 2
-    prompts = encode_chat_prompts(
-        [json.dumps(TWO_TURNS)], tokenizer=tokenizer, template=ChatTemplate(tokenizer, UNMARKED), max_length=200
+    prompts = TextEncoder(tokenizer=tokenizer, max_length=200).chat_prompts(
+        [json.dumps(TWO_TURNS)], template=ChatTemplate(tokenizer, UNMARKED)
     )
     assert tokenizer.decode(prompts.ids) == f"{whole}<u>how<e>\n<a>"
     assert prompts.target_mask is None

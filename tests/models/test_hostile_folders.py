@@ -19,7 +19,7 @@ from atlas_fl.client.batching import collate_packed
 from atlas_fl.errors import AtlasError
 from atlas_fl.models.backbone import backbone_features
 from atlas_fl.models.loading import build_first_blocks, load_backbone
-from atlas_fl.models.tokenization import encode_examples
+from atlas_fl.models.tokenization import TextEncoder
 from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.setup.assembly import max_sequence_length
 from atlas_fl.split.model import load_client_part
@@ -52,7 +52,7 @@ def load_and_read(folder: Path) -> None:
     backbone = load_backbone(str(folder))
     text = ["w1 w2 w3", "12", "w1"]
     limit = min(8, max_sequence_length(backbone))
-    examples = encode_examples(text, None, np.zeros(3), tokenizer=backbone.tokenizer, max_length=limit)
+    examples = TextEncoder(tokenizer=backbone.tokenizer, max_length=limit).examples(text, None, np.zeros(3))
     if all(examples.lengths):
         row = collate_packed([examples], device=torch.device("cpu"))
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 
 from atlas_fl.models.identity import ModelIdentity, model_identity
 from atlas_fl.models.loading import build_first_blocks, load_backbone
-from atlas_fl.models.tokenization import encode_examples
+from atlas_fl.models.tokenization import TextEncoder
 from tests.conftest import Tiny
 from tests.models.folders import change_json
 
@@ -30,7 +30,7 @@ def test_the_same_model_elsewhere_has_the_same_digests(tiny_of, copy_of, archite
         **{"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}, "initializer_range": 0.5},
     )
     backbone = load_backbone(str(folder))
-    encode_examples(["a few words"], None, torch.zeros(1).numpy(), tokenizer=backbone.tokenizer, max_length=2)
+    TextEncoder(tokenizer=backbone.tokenizer, max_length=2).examples(["a few words"], None, torch.zeros(1).numpy())
     assert model_identity(backbone) == model_identity(tiny.backbone)
 
 

@@ -26,7 +26,7 @@ from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import backbone_features, embed_tokens, head_logits, norm_and_pool, run_blocks
 from atlas_fl.models.loading import load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
-from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_targets
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from atlas_fl.setup.assembly import max_sequence_length
 from atlas_fl.split.model import load_client_part
 from tests.architectures import ARCHITECTURES
@@ -163,7 +163,7 @@ TASK = Task(name="t", num_labels=3, metric="accuracy", load=lambda _: pytest.fai
 
 def encoded(texts: list[str], pair: list[str] | None, tokenizer: Any, max_length: int) -> EncodedExamples:
     labels = torch.zeros(len(texts), dtype=torch.int64).numpy()
-    return encode_examples(texts, pair, labels, tokenizer=tokenizer, max_length=max_length)
+    return TextEncoder(tokenizer=tokenizer, max_length=max_length).examples(texts, pair, labels)
 
 
 def row_of(examples: EncodedExamples) -> PackedBatch:
@@ -222,7 +222,7 @@ def test_a_published_folder_writes_with_the_stock_models_output_embedding(publis
     architecture, folder = published_as(model)
     backbone = load_backbone(str(folder), writes=True)
     causal = AutoModelForCausalLM.from_pretrained(folder).eval()
-    examples = encode_targets(texts_of(architecture), None, tokenizer=backbone.tokenizer, max_length=32)
+    examples = TextEncoder(tokenizer=backbone.tokenizer, max_length=32).targets(texts_of(architecture), None)
     row = row_of(examples)
     texts = [torch.from_numpy(ids)[None] for ids in np.split(examples.ids, examples.offsets[1:-1])]
     with torch.no_grad():

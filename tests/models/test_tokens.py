@@ -6,7 +6,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from atlas_fl.params import Truncation
 
 THREE = EncodedExamples(
@@ -32,7 +32,7 @@ def test_taking_examples_by_hand() -> None:
 def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
     tokenizer = tiny.backbone.tokenizer
     text, pair = ["w1 w2 w3", "w4"], ["w5", "w6 w7 w8 w9 w10 w11 w12"]
-    encoded = encode_examples(text, pair, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
+    encoded = TextEncoder(tokenizer=tokenizer, max_length=8).examples(text, pair, np.array([0, 1]))
     for i in range(2):
         alone = tokenizer(text[i], pair[i], truncation=True, max_length=8)
         part = encoded.take(np.array([i]))
@@ -61,7 +61,7 @@ def spelled(encoded: EncodedExamples, tokenizer) -> list[str]:
 
 def test_text_by_hand(tiny_of) -> None:
     tokenizer = tiny_of("gpt2").backbone.tokenizer
-    found = encode_targets(["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"], None, tokenizer=tokenizer, max_length=5)
+    found = TextEncoder(tokenizer=tokenizer, max_length=5).targets(["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"], None)
     end = "[<|endoftext|>]"
     assert spelled(found, tokenizer) == [f"w1 [w2] [w3] {end}", f"w4 {end}", "w5 [w6] [w7] [w8] [w9]"]
     assert not found.types.any()
@@ -71,10 +71,10 @@ def test_text_by_hand(tiny_of) -> None:
 def test_text_after_prompts_by_hand(tiny_of) -> None:
     """Llama's tokenizer begins every text with <s>, which a prompt keeps when it loses its beginning."""
     tokenizer = tiny_of("llama").backbone.tokenizer
-    found = encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=6)
+    found = TextEncoder(tokenizer=tokenizer, max_length=6).targets(PROMPTS, ANSWERS)
     lines = ["<s> w1 w2 [w3] [</s>]", "<s> w4 w5 [w6] [w7] [</s>]", "w1 [w2] [w3] [w4] [w5] [w6]"]
     assert spelled(found, tokenizer) == lines
-    prompts = encode_prompts(PROMPTS, tokenizer=tokenizer, max_length=4)
+    prompts = TextEncoder(tokenizer=tokenizer, max_length=4).prompts(PROMPTS)
     assert spelled(prompts, tokenizer) == ["<s> w1 w2", "<s> w3 w4 w5", "<s> w1"]
     assert prompts.target_mask is None
 
@@ -83,7 +83,7 @@ def test_a_line_break_stands_between_prompt_and_answer(tiny_of) -> None:
     """Qwen2's test tokenizer knows bytes, GPT-2's way of a line break among them."""
     tokenizer = copy.deepcopy(tiny_of("qwen2").backbone.tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found = encode_targets(["ab"], ["c"], tokenizer=tokenizer, max_length=9)
+    found = TextEncoder(tokenizer=tokenizer, max_length=9).targets(["ab"], ["c"])
     assert spelled(found, tokenizer) == ["a b \u010a [c] [<|im_end|>]"]
 
 
@@ -94,21 +94,25 @@ def full_and_kept(encoded: EncodedExamples) -> list[tuple[int, int]] | None:
 def test_examples_remember_how_long_they_were_before_they_were_cut(tiny_of) -> None:
     tokenizer, labels = tiny_of("bert").backbone.tokenizer, np.zeros(3)
     text = ["w1 w2 w3 w4 w5 w6 w7", "w1", "w1 w2 w3 w4"]
-    cut = encode_examples(text, None, labels, tokenizer=tokenizer, max_length=6)
+    cut = TextEncoder(tokenizer=tokenizer, max_length=6).examples(text, None, labels)
     assert full_and_kept(cut) == [(9, 6), (3, 3), (6, 6)]
-    pairs = encode_examples(text, text[::-1], labels, tokenizer=tokenizer, max_length=8)
+    pairs = TextEncoder(tokenizer=tokenizer, max_length=8).examples(text, text[::-1], labels)
     assert full_and_kept(pairs) == [(14, 8), (5, 5), (14, 8)]
-    assert full_and_kept(encode_examples(text, None, labels, tokenizer=tokenizer, max_length=9)) is None
+    assert full_and_kept(TextEncoder(tokenizer=tokenizer, max_length=9).examples(text, None, labels)) is None
     assert cut.digest == dataclasses.replace(cut, full_lengths=None).digest
 
 
 def test_texts_that_are_written_remember_it_too(tiny_of) -> None:
     tokenizer = tiny_of("llama").backbone.tokenizer
-    answers = encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=6)
+    answers = TextEncoder(tokenizer=tokenizer, max_length=6).targets(PROMPTS, ANSWERS)
     assert full_and_kept(answers) == [(5, 5), (9, 6), (10, 6)]
-    assert full_and_kept(encode_targets(PROMPTS, None, tokenizer=tokenizer, max_length=5)) == [(4, 4), (7, 5), (3, 3)]
-    assert full_and_kept(encode_prompts(PROMPTS, tokenizer=tokenizer, max_length=4)) == [(3, 3), (6, 4), (2, 2)]
-    assert encode_targets(PROMPTS, ANSWERS, tokenizer=tokenizer, max_length=20).full_lengths is None
+    assert full_and_kept(TextEncoder(tokenizer=tokenizer, max_length=5).targets(PROMPTS, None)) == [
+        (4, 4),
+        (7, 5),
+        (3, 3),
+    ]
+    assert full_and_kept(TextEncoder(tokenizer=tokenizer, max_length=4).prompts(PROMPTS)) == [(3, 3), (6, 4), (2, 2)]
+    assert TextEncoder(tokenizer=tokenizer, max_length=20).targets(PROMPTS, ANSWERS).full_lengths is None
 
 
 PARTS = [("tail", "w1 w2 w3 w4"), ("head", "w4 w5 w6 w7"), ("middle", "w1 w2 w6 w7")]
@@ -121,19 +125,22 @@ def test_a_longer_text_loses_its_tail_head_or_middle_and_no_mark(
 ) -> None:
     tokenizer, text = tiny_of(architecture).backbone.tokenizer, ["w1 w2 w3 w4 w5 w6 w7", "w8"]
     marks = len(tokenizer(["w1"])["input_ids"][0]) - 1
-    cut = encode_examples(text, None, np.zeros(2), tokenizer=tokenizer, max_length=4 + marks, truncate=truncate)
+    cut = TextEncoder(tokenizer=tokenizer, max_length=4 + marks, truncate=truncate).examples(text, None, np.zeros(2))
     expected = tokenizer([kept, "w8"])["input_ids"]
     assert cut.ids.tolist() == [token for row in expected for token in row]
     assert full_and_kept(cut) == [(7 + marks, 4 + marks), (1 + marks, 1 + marks)]
     if truncate == "tail":
-        assert cut.digest == encode_examples(text, None, np.zeros(2), tokenizer=tokenizer, max_length=4 + marks).digest
+        assert (
+            cut.digest
+            == TextEncoder(tokenizer=tokenizer, max_length=4 + marks).examples(text, None, np.zeros(2)).digest
+        )
 
 
 @pytest.mark.parametrize(("truncate", "kept"), PARTS)
 def test_of_a_pair_each_text_loses_that_part_and_keeps_its_type(truncate: Truncation, kept: str, tiny_of) -> None:
     tokenizer = tiny_of("bert").backbone.tokenizer
-    cut = encode_examples(
-        ["w8 w9"], ["w1 w2 w3 w4 w5 w6 w7"], np.zeros(1), tokenizer=tokenizer, max_length=9, truncate=truncate
+    cut = TextEncoder(tokenizer=tokenizer, max_length=9, truncate=truncate).examples(
+        ["w8 w9"], ["w1 w2 w3 w4 w5 w6 w7"], np.zeros(1)
     )
     expected = tokenizer(["w8 w9"], [kept])
     assert cut.ids.tolist() == expected["input_ids"][0] and cut.types.tolist() == expected["token_type_ids"][0]
@@ -153,21 +160,21 @@ def test_what_is_written_loses_that_part_and_a_prompt_keeps_its_last_token(
 ) -> None:
     """Llama's test tokenizer has no token of a line break: the last of a prompt stands for it."""
     tokenizer, text = tiny_of("llama").backbone.tokenizer, ["w1 w2 w3 w4 w5 w6"]
-    written = encode_targets(text, None, tokenizer=tokenizer, max_length=3, truncate=truncate)
+    written = TextEncoder(tokenizer=tokenizer, max_length=3, truncate=truncate).targets(text, None)
     assert spelled(written, tokenizer) == [alone]
-    answered = encode_targets(text, ["w8"], tokenizer=tokenizer, max_length=5, truncate=truncate)
+    answered = TextEncoder(tokenizer=tokenizer, max_length=5, truncate=truncate).targets(text, ["w8"])
     assert spelled(answered, tokenizer) == [f"{after} [</s>]"]
-    prompts = encode_prompts(text, tokenizer=tokenizer, max_length=3, truncate=truncate)
+    prompts = TextEncoder(tokenizer=tokenizer, max_length=3, truncate=truncate).prompts(text)
     assert spelled(prompts, tokenizer) == [after.rpartition(" ")[0]]
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:
     tokenizer = tiny_of("bert").backbone.tokenizer
     with pytest.raises(ModelError, match=r"the tokenizer of .* has no end-of-text token"):
-        encode_targets(["w1"], None, tokenizer=tokenizer, max_length=9)
+        TextEncoder(tokenizer=tokenizer, max_length=9).targets(["w1"], None)
 
 
 def test_a_text_without_a_token_is_named(tiny_of) -> None:
     tokenizer = copy.deepcopy(tiny_of("qwen2").backbone.tokenizer)  # sets nothing around a text
     with pytest.raises(ModelError, match=r"gives no token for the text ''; take the row out"):
-        encode_examples(["w1", ""], None, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
+        TextEncoder(tokenizer=tokenizer, max_length=8).examples(["w1", ""], None, np.array([0, 1]))

@@ -23,7 +23,7 @@ from atlas_fl.client.local_training import example_loss
 from atlas_fl.data.task import Task
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets, export_adapter
-from atlas_fl.models.tokenization import EncodedExamples, encode_targets
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from atlas_fl.models.weights import FLOAT_TYPES, QUANTISERS, to_nf4
 from atlas_fl.params import Params
 from atlas_fl.setup.assembly import max_sequence_length
@@ -118,7 +118,7 @@ def texts(count: int, *, seed: int, words: tuple[int, int]) -> list[str]:
 def examples(tokenizer: Any, *, seed: int) -> EncodedExamples:
     """Prompts and answers that are longer than a window."""
     prompts, answers = texts(5, seed=seed, words=(1, 12)), texts(5, seed=seed + 1, words=(1, 9))
-    return encode_targets(prompts, answers, tokenizer=tokenizer, max_length=36)
+    return TextEncoder(tokenizer=tokenizer, max_length=36).targets(prompts, answers)
 
 
 @pytest.fixture(scope="module")

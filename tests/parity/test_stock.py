@@ -30,10 +30,8 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
 from atlas_fl.models.tokenization import (
     EncodedExamples,
-    encode_examples,
+    TextEncoder,
     encode_images,
-    encode_prompts,
-    encode_targets,
 )
 from atlas_fl.models.vision import preprocess
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
@@ -66,8 +64,8 @@ def examples_of(backbone: Backbone, kind: str) -> EncodedExamples:
         pixels = source.integers(256, size=(12, 16, 16, 3)).astype(np.uint8)
         return encode_images(pixels, labels, length=tokens_per_image(backbone.vision))
     if kind == "writes":
-        return encode_targets(texts, answers, tokenizer=backbone.tokenizer, max_length=40)
-    return encode_examples(texts, None, labels, tokenizer=backbone.tokenizer, max_length=40)
+        return TextEncoder(tokenizer=backbone.tokenizer, max_length=40).targets(texts, answers)
+    return TextEncoder(tokenizer=backbone.tokenizer, max_length=40).examples(texts, None, labels)
 
 
 def site_with(backbone: Backbone, kind: str, targets: tuple[str, ...] | None = None) -> tuple[Site, dict[str, Any]]:
@@ -182,7 +180,7 @@ def test_training_and_scores_are_those_of_a_plain_loop_of_peft(load, tmp_path: P
 def assert_written_alike(model: torch.nn.Module, site: Site, params: Mapping[str, torch.Tensor]) -> None:
     """Answers of a padded batch are those of PEFT to each prompt alone."""
     tokenizer = site.backbone.tokenizer
-    prompts = encode_prompts(["w1", "w2 w3 w4 w5", "w9 w8"], tokenizer=tokenizer, max_length=20)
+    prompts = TextEncoder(tokenizer=tokenizer, max_length=20).prompts(["w1", "w2 w3 w4 w5", "w9 w8"])
     expected = []
     for start, stop in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True):
         ids = torch.from_numpy(prompts.ids[None, start:stop])

@@ -21,7 +21,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.task import Task
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.peft_io import export_adapter, import_adapter
-from atlas_fl.models.tokenization import EncodedExamples, encode_chats
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from tests.conftest import Spec, Tiny
 from tests.parity.test_peft import SCALES, _order_of
 
@@ -130,7 +130,7 @@ def test_losses_and_adapters_equal_trls(
     tiny, rows = writer_of("qwen2"), chats(16, turns=turns)
     tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=template)
     texts = [json.dumps(row) for row in rows]
-    data = encode_chats(texts, tokenizer=tokenizer, template=ChatTemplate(tokenizer, None), max_length=66)
+    data = TextEncoder(tokenizer=tokenizer, max_length=66).chats(texts, template=ChatTemplate(tokenizer, None))
     assert data.full_lengths is None, "nothing is cut"
     site, params = site_and_params(tiny, data, spec_of(name="a-0", ranks=(1, 4, 2)))
     order = _order_of(site, params, OPTIONS)
@@ -160,8 +160,8 @@ def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path
     tiny, rows = writer_of("qwen2"), chats(16, turns=turns)
     others = [[*row[:-1], other[-1]] for row, other in zip(rows, reversed(rows), strict=True)]
     tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=UNMARKED)
-    how: dict[str, Any] = {"tokenizer": tokenizer, "template": ChatTemplate(tokenizer, None), "max_length": 66}
-    chosen, rejected = (encode_chats([json.dumps(row) for row in side], **how) for side in (rows, others))
+    encoder, template = TextEncoder(tokenizer=tokenizer, max_length=66), ChatTemplate(tokenizer, None)
+    chosen, rejected = (encoder.chats([json.dumps(row) for row in side], template) for side in (rows, others))
     site, drawn = site_and_params(tiny, replace(chosen, rejected=rejected), spec_of(name="a-0", ranks=(1, 4, 2)))
     params = {key: torch.zeros_like(one) if key.endswith("lora_B") else one for key, one in drawn.items()}
     options = replace(OPTIONS, dpo_beta=0.5)

@@ -10,7 +10,7 @@ from atlas_fl.client.job import ClientTokens, Prompts
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.tokenization import encode_examples, encode_prompts, encode_targets
+from atlas_fl.models.tokenization import TextEncoder
 from atlas_fl.setup.assembly import max_sequence_length, pick_device, truncation_notes
 
 
@@ -35,7 +35,7 @@ def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of) 
 
     def tokens(longest: int, limit: int) -> ClientTokens:
         text = [" ".join(["w1"] * words) for words in (1, longest, longest)]
-        rows = encode_examples(text, None, np.zeros(3), tokenizer=backbone.tokenizer, max_length=limit)
+        rows = TextEncoder(tokenizer=backbone.tokenizer, max_length=limit).examples(text, None, np.zeros(3))
         return ClientTokens(task=task_of(), splits={"train": rows, "validation": rows, "test": rows})
 
     assert truncation_notes({"t-0": tokens(4, 8)}, backbone) == ()
@@ -48,9 +48,9 @@ def test_a_note_says_how_many_texts_are_cut_by_how_much_and_what_helps(tiny_of) 
 def test_prompts_that_are_cut_are_counted(tiny_of) -> None:
     backbone = tiny_of("llama").backbone
     text, target = ["w1 w2 w3 w4 w5 w6"], ["w7 w8"]
-    rows = encode_targets(text, target, tokenizer=backbone.tokenizer, max_length=8)
+    rows = TextEncoder(tokenizer=backbone.tokenizer, max_length=8).targets(text, target)
     prompts = Prompts(
-        encoded=encode_prompts(text, tokenizer=backbone.tokenizer, max_length=5), references=tuple(target)
+        encoded=TextEncoder(tokenizer=backbone.tokenizer, max_length=5).prompts(text), references=tuple(target)
     )
     task = dataclasses.replace(task_of(), num_labels=0, metric="perplexity", label_names=())
     tokens = ClientTokens(task=task, splits={"train": rows}, prompts={"test": prompts})

@@ -19,7 +19,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Rows, as_texts
 from atlas_fl.errors import ConfigError
 from atlas_fl.models.chat_template import ChatTemplate
-from atlas_fl.models.tokenization import EncodedExamples, encode_choices
+from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from atlas_fl.params import Params, Split
 from atlas_fl.setup.assembly import encoders, length_limit
 
@@ -75,7 +75,8 @@ def find_choices(
     if task.chat:
         template = ChatTemplate(tokenizer, task.template)
         contexts = [template.prompt(text) for text in chosen.text]
-    encoded = encode_choices(encode_prompt(chosen, limit), contexts, offered, tokenizer=tokenizer, max_length=limit)
+    encoder = TextEncoder(tokenizer=tokenizer, max_length=limit)
+    encoded = encoder.choices(encode_prompt(chosen, limit), contexts, offered)
     correct = tuple(offered[place].index(references[index]) for place, index in enumerate(kept))
     answered = sum(map(bool, choices))
     return Choices(encoded=encoded, texts=offered, correct=correct, left_out=answered - len(kept))

@@ -132,63 +132,158 @@ def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:
     )
 
 
-def encode_examples(
-    text: Sequence[str],
-    pair: Sequence[str] | None,
-    labels: np.ndarray,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    truncate: Truncation | None = None,
-) -> EncodedExamples:
-    """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first).
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder:
+    """Texts as examples of at most `max_length` tokens; a longer one loses the part `truncate`."""
 
-    A longer text loses the part `truncate`, and without one what the tokenizer takes, its tail as a rule. Types of
-    tokens are those that the tokenizer gives its stock model; where it gives none, they are zero, as the stock model
-    has them.
-    """
-    batch = tokenizer(
-        list(text),
-        None if pair is None else list(pair),
-        truncation=True,
-        max_length=max_length,
-        return_attention_mask=False,
-    )
-    ids = batch["input_ids"]
-    types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
-    full_lengths = np.asarray([len(row) for row in ids], dtype=np.int64)
-    if not full_lengths.all():
-        empty = text[int(np.flatnonzero(full_lengths == 0)[0])]
-        raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path!r} gives no token for the text {short_repr(empty)}; take the row"
-            " out, or give the model the tokenizer that belongs to it"
-        )
-    longest: list[int] = np.flatnonzero(full_lengths >= max_length).tolist()
-    if longest:  # only these are encoded again, whole
-        whole = tokenizer(
-            [text[index] for index in longest],
-            None if pair is None else [pair[index] for index in longest],
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    truncate: Truncation | None = None
+
+    def examples(self, text: Sequence[str], pair: Sequence[str] | None, labels: np.ndarray) -> EncodedExamples:
+        """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first).
+
+        Without `truncate` a longer text loses what the tokenizer takes, its tail as a rule. Types of tokens are those
+        that the tokenizer gives its stock model; where it gives none, they are zero, as the stock model has them.
+        """
+        batch = self.tokenizer(
+            list(text),
+            None if pair is None else list(pair),
+            truncation=True,
+            max_length=self.max_length,
             return_attention_mask=False,
-            verbose=False,
         )
-        full_lengths[longest] = [len(row) for row in whole["input_ids"]]
-        if truncate and not tokenizer.is_fast:
+        ids = batch["input_ids"]
+        types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
+        full_lengths = np.asarray([len(row) for row in ids], dtype=np.int64)
+        if not full_lengths.all():
+            empty = text[int(np.flatnonzero(full_lengths == 0)[0])]
             raise ModelError(
-                f"truncate={truncate} needs a fast tokenizer, and {tokenizer.name_or_path!r} has a slow one; leave it"
-                " away, or give the model a tokenizer.json"
+                f"the tokenizer of {self.tokenizer.name_or_path!r} gives no token for the text {short_repr(empty)};"
+                " take the row out, or give the model the tokenizer that belongs to it"
             )
-        for place, index in enumerate(longest if truncate else ()):
-            kept = _kept_places(whole.sequence_ids(place), batch.sequence_ids(index), truncate)
-            ids[index] = [whole["input_ids"][place][token] for token in kept]
-            types[index] = [whole["token_type_ids"][place][token] if "token_type_ids" in whole else 0 for token in kept]
-    lengths = [len(row) for row in ids]
-    return EncodedExamples(
-        ids=np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
-        types=np.concatenate([np.asarray(row, dtype=np.int64) for row in types]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=labels,
-        full_lengths=None if full_lengths.tolist() == lengths else full_lengths,
-    )
+        longest: list[int] = np.flatnonzero(full_lengths >= self.max_length).tolist()
+        if longest:  # only these are encoded again, whole
+            whole = self.tokenizer(
+                [text[index] for index in longest],
+                None if pair is None else [pair[index] for index in longest],
+                return_attention_mask=False,
+                verbose=False,
+            )
+            full_lengths[longest] = [len(row) for row in whole["input_ids"]]
+            if self.truncate and not self.tokenizer.is_fast:
+                raise ModelError(
+                    f"truncate={self.truncate} needs a fast tokenizer, and {self.tokenizer.name_or_path!r} has a slow"
+                    " one; leave it away, or give the model a tokenizer.json"
+                )
+            for place, index in enumerate(longest if self.truncate else ()):
+                kept = _kept_places(whole.sequence_ids(place), batch.sequence_ids(index), self.truncate)
+                ids[index] = [whole["input_ids"][place][token] for token in kept]
+                types[index] = [
+                    whole["token_type_ids"][place][token] if "token_type_ids" in whole else 0 for token in kept
+                ]
+        lengths = [len(row) for row in ids]
+        return EncodedExamples(
+            ids=np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
+            types=np.concatenate([np.asarray(row, dtype=np.int64) for row in types]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            labels=labels,
+            full_lengths=None if full_lengths.tolist() == lengths else full_lengths,
+        )
+
+    def targets(self, text: Sequence[str], target: Sequence[str] | None) -> EncodedExamples:
+        """Texts that a model is to write, up to an end-of-text token: all tokens but the first, or `target` alone.
+
+        A prompt ends with a line break. Where both are longer than `max_length` together, the prompt loses its
+        beginning, or the part `truncate`, and then the target its end; a text without a prompt loses its end, or that
+        part.
+        """
+        end = self._end_of_text()
+        if target is None:
+            texts = [[*ids, end] for ids in self._token_ids(text)]
+            kept = [_cut(ids, self.max_length, self.truncate) for ids in texts]
+            return _concatenate([_answer_after(ids[:1], ids[1:]) for ids in kept], full_lengths=list(map(len, texts)))
+        targets = [[*ids, end] for ids in self._token_ids(target, add_special_tokens=False)]
+        prompts = self._token_ids([prompt + "\n" for prompt in text])
+        rows = []
+        for prompt_ids, target_ids in zip(prompts, targets):
+            answer = target_ids[: self.max_length - 1]
+            rows.append(_answer_after(self._truncate_prompt(prompt_ids, self.max_length - len(answer)), answer))
+        return _concatenate(rows, full_lengths=[len(ids) + len(answer) for ids, answer in zip(prompts, targets)])
+
+    def prompts(self, text: Sequence[str]) -> EncodedExamples:
+        """Prompts alone, as `targets` gives them, with nothing to be predicted."""
+        prompts = self._token_ids([prompt + "\n" for prompt in text])
+        return _prompts([self._truncate_prompt(ids, self.max_length) for ids in prompts], prompts)
+
+    def chats(self, chats: Sequence[str], template: ChatTemplate) -> EncodedExamples:
+        """Conversations (JSON) in the chat template, whose answers are to be predicted with what ends each.
+
+        Without `truncate` a longer one loses its tail, or its head where nothing would be left to predict.
+
+        Raises:
+            ModelError: an example has nothing to be predicted.
+        """
+        texts, spans = zip(*map(template.answers, chats), strict=True)
+        how = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
+        encoded = self.tokenizer(list(texts), verbose=False, **how)
+        rows = []
+        for index, (ids, places) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
+            mask = [any(start < end and stop > begin for begin, end in spans[index]) for start, stop in places]
+            tokens = list(zip(ids, mask, strict=True))
+            kept = _cut(tokens, self.max_length, self.truncate)
+            if self.truncate is None and not any(answer for _, answer in kept[1:]):
+                kept = _cut(tokens, self.max_length, "head")
+            kept[0] = kept[0][0], False  # nothing stands before it that it could be predicted from
+            if not any(answer for _, answer in kept):
+                raise ModelError(f"no token of an answer is left of {short_repr(texts[index])}; raise --max-length")
+            rows.append(kept)
+        return _concatenate(rows, full_lengths=[len(ids) for ids in encoded["input_ids"]])
+
+    def chat_prompts(self, chats: Sequence[str], template: ChatTemplate) -> EncodedExamples:
+        """Conversations (JSON) up to the opening of their last answers, with nothing to be predicted."""
+        whole = self._token_ids([template.prompt(chat) for chat in chats], add_special_tokens=False)
+        return _prompts([_cut(ids, self.max_length, self.truncate or "head") for ids in whole], whole)
+
+    def choices(
+        self, prompts: EncodedExamples, contexts: Sequence[str], choices: Sequence[Sequence[str]]
+    ) -> EncodedExamples:
+        """Every prompt with each of its choices in turn, whose tokens are to be predicted, without an end of text.
+
+        A choice has the tokens that it has behind its context: the prompt's text, or none where it is tokenised alone.
+        Where both are longer than `max_length` the prompt loses its beginning, and then the choice its end.
+        """
+        rows = []
+        for place, context in enumerate(contexts):
+            prompt: list[int] = prompts.ids[prompts.offsets[place] : prompts.offsets[place + 1]].tolist()
+            before = len(self.tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"])
+            for choice in choices[place]:
+                ids = self.tokenizer(context + choice, add_special_tokens=False, verbose=False)["input_ids"]
+                target_ids = ids[min(before, len(ids) - 1) :][: self.max_length - 1]
+                rows.append(_answer_after(_cut(prompt, self.max_length - len(target_ids), "head"), target_ids))
+        return _concatenate(rows, full_lengths=[len(row) for row in rows])
+
+    def _end_of_text(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"the tokenizer of {self.tokenizer.name_or_path!r} has no end-of-text token, without which no text"
+                " ends; set eos_token in its tokenizer_config.json"
+            )
+        return int(self.tokenizer.eos_token_id)
+
+    def _token_ids(self, texts: Sequence[str], **how: bool) -> list[list[int]]:
+        """Every text's tokens; a text of which the tokenizer knows none begins at the end of another."""
+        encoded = self.tokenizer(list(texts), return_attention_mask=False, verbose=False, **how)
+        return [list(row) or [self._end_of_text()] for row in encoded["input_ids"]]
+
+    def _truncate_prompt(self, ids: list[int], room: int) -> list[int]:
+        """A prompt without its head, or the part `truncate`, but with the line break at its end, and with the
+        token that begins every text where the tokenizer sets such.
+        """
+        if len(ids) <= room:
+            return ids
+        begin = [ids[0]] if ids[0] == self.tokenizer.bos_token_id and room > 1 else []
+        return begin + _cut(ids[len(begin) : -1], room - len(begin) - 1, self.truncate or "head") + ids[-1:]
 
 
 def _kept_places(whole: Sequence[int | None], cut: Sequence[int | None], truncate: Truncation | None) -> list[int]:
@@ -213,141 +308,10 @@ def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> Enc
     )
 
 
-def encode_targets(
-    text: Sequence[str],
-    target: Sequence[str] | None,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    truncate: Truncation | None = None,
-) -> EncodedExamples:
-    """Texts that a model is to write, up to an end-of-text token: all tokens but the first, or `target` after `text`.
-
-    A prompt ends with a line break. Where both are longer than `max_length` together, the prompt loses its beginning,
-    or the part `truncate`, and then the target its end; a text without a prompt loses its end, or that part.
-    """
-    end = _end_of_text(tokenizer)
-    if target is None:
-        texts = [[*ids, end] for ids in _token_ids(text, tokenizer)]
-        rows = [_answer_after(ids[:1], ids[1:]) for ids in (_cut(whole, max_length, truncate) for whole in texts)]
-        return _concatenate(rows, full_lengths=[len(ids) for ids in texts])
-    targets = [[*ids, end] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
-    prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
-    rows = []
-    for prompt_ids, target_ids in zip(prompts, targets):
-        kept = target_ids[: max_length - 1]
-        rows.append(_answer_after(_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer, truncate), kept))
-    return _concatenate(rows, full_lengths=[len(ids) + len(answer) for ids, answer in zip(prompts, targets)])
-
-
-def encode_prompts(
-    text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int, truncate: Truncation | None = None
-) -> EncodedExamples:
-    """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
-    prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
-    return _prompts([_truncate_prompt(ids, max_length, tokenizer, truncate) for ids in prompts], prompts)
-
-
 def _prompts(kept: Sequence[list[int]], whole: Sequence[list[int]]) -> EncodedExamples:
     """Examples of what is kept of these prompts, with nothing to be predicted."""
     rows = _concatenate([_answer_after(ids, []) for ids in kept], full_lengths=[len(ids) for ids in whole])
     return replace(rows, target_mask=None)
-
-
-def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-text token, without which no text ends; set"
-            " eos_token in its tokenizer_config.json"
-        )
-    return int(tokenizer.eos_token_id)
-
-
-def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **how: bool) -> list[list[int]]:
-    """Every text's tokens; a text of which the tokenizer knows none begins at the end of another."""
-    rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False, verbose=False, **how)["input_ids"]
-    return [list(row) or [_end_of_text(tokenizer)] for row in rows]
-
-
-def _truncate_prompt(
-    ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase, truncate: Truncation | None
-) -> list[int]:
-    """A prompt without its head, or the part `truncate`, but with the token that begins every text where the tokenizer
-    sets such, and with its last, the line break.
-    """
-    if len(ids) <= room:
-        return ids
-    begin = [ids[0]] if ids[0] == tokenizer.bos_token_id and room > 1 else []
-    return begin + _cut(ids[len(begin) : -1], room - len(begin) - 1, truncate or "head") + ids[-1:]
-
-
-def encode_chats(
-    chats: Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate,
-    max_length: int,
-    truncate: Truncation | None = None,
-) -> EncodedExamples:
-    """Conversations (JSON) in the chat template, whose answers are to be predicted with what ends each.
-
-    A longer one loses the part `truncate`; without one its tail, or its head where nothing would be left to predict.
-
-    Raises:
-        ModelError: an example has nothing to be predicted.
-    """
-    texts, spans = zip(*map(template.answers, chats), strict=True)
-    how = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
-    encoded = tokenizer(list(texts), verbose=False, **how)
-    rows = []
-    for index, (ids, places) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
-        mask = [any(start < end and stop > begin for begin, end in spans[index]) for start, stop in places]
-        tokens = list(zip(ids, mask, strict=True))
-        kept = _cut(tokens, max_length, truncate)
-        if truncate is None and not any(answer for _, answer in kept[1:]):
-            kept = _cut(tokens, max_length, "head")
-        kept[0] = kept[0][0], False  # nothing stands before it that it could be predicted from
-        if not any(answer for _, answer in kept):
-            raise ModelError(f"no token of an answer is left of {short_repr(texts[index])}; raise --max-length")
-        rows.append(kept)
-    return _concatenate(rows, full_lengths=[len(ids) for ids in encoded["input_ids"]])
-
-
-def encode_chat_prompts(
-    chats: Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    template: ChatTemplate,
-    max_length: int,
-    truncate: Truncation | None = None,
-) -> EncodedExamples:
-    """Conversations (JSON) up to the opening of their last answers, with nothing to be predicted."""
-    whole = _token_ids([template.prompt(chat) for chat in chats], tokenizer, add_special_tokens=False)
-    return _prompts([_cut(ids, max_length, truncate or "head") for ids in whole], whole)
-
-
-def encode_choices(
-    prompts: EncodedExamples,
-    contexts: Sequence[str],
-    choices: Sequence[Sequence[str]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-) -> EncodedExamples:
-    """Every prompt with each of its choices in turn, whose tokens are to be predicted, without an end of text.
-
-    A choice has the tokens that it has behind its context: the prompt's text, or none where it is tokenised alone.
-    Where both are longer than `max_length` the prompt loses its beginning, and then the choice its end.
-    """
-    rows = []
-    for place, context in enumerate(contexts):
-        prompt: list[int] = prompts.ids[prompts.offsets[place] : prompts.offsets[place + 1]].tolist()
-        before = len(tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"])
-        for choice in choices[place]:
-            ids = tokenizer(context + choice, add_special_tokens=False, verbose=False)["input_ids"]
-            target_ids = ids[min(before, len(ids) - 1) :][: max_length - 1]
-            rows.append(_answer_after(_cut(prompt, max_length - len(target_ids), "head"), target_ids))
-    return _concatenate(rows, full_lengths=[len(row) for row in rows])
 
 
 def _answer_after(prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[int, bool]]:

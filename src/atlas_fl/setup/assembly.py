@@ -459,20 +459,23 @@ def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tu
 
     With `preferences` the rejected answers are encoded beside them.
     """
-    how: dict[str, Any] = {"tokenizer": backbone.tokenizer, "truncate": task.truncate}
-    if task.chat:
-        how["template"] = chat_template.ChatTemplate(backbone.tokenizer, task.template)
+    if not task.chat:
+        return (
+            lambda rows, most: _encoder(task, backbone, most).targets(rows.text, rows.pair),
+            lambda rows, most: _encoder(task, backbone, most).prompts(rows.text),
+        )
+    template = chat_template.ChatTemplate(backbone.tokenizer, task.template)
 
-        def encode(rows: Rows, most: int) -> tokenization.EncodedExamples:
-            chosen = tokenization.encode_chats(rows.text, max_length=most, **how)
-            rejected = tokenization.encode_chats(rows.pair or (), max_length=most, **how) if preferences else None
-            return replace(chosen, rejected=rejected)
+    def encode(rows: Rows, most: int) -> tokenization.EncodedExamples:
+        encoder = _encoder(task, backbone, most)
+        rejected = encoder.chats(rows.pair or (), template) if preferences else None
+        return replace(encoder.chats(rows.text, template), rejected=rejected)
 
-        return encode, lambda rows, most: tokenization.encode_chat_prompts(rows.text, max_length=most, **how)
-    return (
-        lambda rows, most: tokenization.encode_targets(rows.text, rows.pair, max_length=most, **how),
-        lambda rows, most: tokenization.encode_prompts(rows.text, max_length=most, **how),
-    )
+    return encode, lambda rows, most: _encoder(task, backbone, most).chat_prompts(rows.text, template)
+
+
+def _encoder(task: Task, backbone: Backbone, most: int) -> tokenization.TextEncoder:
+    return tokenization.TextEncoder(tokenizer=backbone.tokenizer, max_length=most, truncate=task.truncate)
 
 
 def length_limit(task: Task, config: DataConfig, backbone: Backbone) -> int:
@@ -505,9 +508,7 @@ def max_sequence_length(backbone: Backbone) -> int:
 
 
 def _encode_rows(rows: Rows, backbone: Backbone, limit: int, task: Task) -> tokenization.EncodedExamples:
-    examples = tokenization.encode_examples(
-        rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit, truncate=task.truncate
-    )
+    examples = _encoder(task, backbone, limit).examples(rows.text, rows.pair, rows.label)
     if backbone.family.token_types and len(examples.types):
         most, known = int(examples.types.max()), int(backbone.model.config.type_vocab_size)
         if most >= known:
