@@ -16,10 +16,10 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import (
     costs_of,
     epsilon_of_all,
+    epsilon_of_sums,
     noise_multiplier,
     noise_of,
     rate_of,
-    skellam_epsilon,
     skellam_noise,
     spending,
 )
@@ -232,9 +232,9 @@ def test_the_divergence_of_skellam_noise_is_below_its_bound(alpha: int, variance
 
 def test_epsilon_of_skellam_noise_is_that_of_a_published_setting_and_of_orders_by_hand() -> None:
     # in fine units it is Gaussian: dp-accounting's test of its divergences
-    assert skellam_epsilon(4.530877117, 1, 1e-6, unit=1e-9) == pytest.approx(1.0, abs=1e-3)
+    assert epsilon_of_sums([(4.530877117, 1e-9, 1)], 1e-6) == pytest.approx(1.0, abs=1e-3)
     # order 2 alone, z = 1, unit 1: D = 2 / 2 + 9 / 4, epsilon = D + log(1 / 2) - log(0.5 * 2) = 2.5569
-    assert skellam_epsilon(1.0, 1, 0.5, unit=1.0) == pytest.approx(3.25 + math.log(0.5) - math.log(1.0), abs=1e-12)
+    assert epsilon_of_sums([(1.0, 1.0, 1)], 0.5) == pytest.approx(3.25 + math.log(0.5) - math.log(1.0), abs=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "epsilon", "delta"), [(1, 0.5, 1e-5), (12, 4.0, 1e-2), (100, 8.0, 1e-5)])
@@ -242,6 +242,6 @@ def test_skellam_noise_spends_its_budget_and_no_less_than_gaussian_noise(
     steps: int, epsilon: float, delta: float
 ) -> None:
     noise = skellam_noise(steps, epsilon, delta, unit=1e-6)
-    assert epsilon - 1e-3 < skellam_epsilon(noise, steps, delta, unit=1e-6) <= epsilon
+    assert epsilon - 1e-3 < epsilon_of_sums([(noise, 1e-6, steps)], delta) <= epsilon
     assert noise_of(((1.0, steps),), epsilon, delta) < noise < 1.2 * noise_of(((1.0, steps),), epsilon, delta)
     assert skellam_noise(steps, epsilon, delta, unit=0.1) > noise

@@ -69,13 +69,8 @@ def noise_of(costs: tuple[tuple[float, int], ...], epsilon: float, delta: float)
     return float(library.calibrate_dp_mechanism(rough, event, epsilon, delta, tol=1e-3))
 
 
-def skellam_epsilon(noise: float, steps: int, delta: float, *, unit: float) -> float:
-    """The epsilon of so many sums with Skellam noise of this multiplier z, in units h of `unit` times the clip S."""
-    return epsilon_of_sums([(noise, unit, steps)], delta)
-
-
 def epsilon_of_sums(costs: Sequence[Sequence[float]], delta: float) -> float:
-    """The epsilon of (noise multiplier z, unit, number of sums), of Gaussian noise where all units are 0, together.
+    """The epsilon of (noise multiplier z, unit h / S, number of sums), of Gaussian noise where all are 0, together.
 
         D_alpha <= alpha / 2 z^2 + (2 alpha + 5) (h / S)^2 / 4 z^4,     alpha = 2, 3, ...
 
@@ -92,8 +87,8 @@ def epsilon_of_sums(costs: Sequence[Sequence[float]], delta: float) -> float:
 
 
 def skellam_noise(steps: int, epsilon: float, delta: float, *, unit: float) -> float:
-    """The least z of which so many sums spend no more than epsilon."""
-    found = brentq(lambda noise: skellam_epsilon(noise, steps, delta, unit=unit) - epsilon, 1e-3, 1e9, xtol=1e-6)
+    """The least z of which so many sums with Skellam noise, in units of `unit` S, spend no more than epsilon."""
+    found = brentq(lambda noise: epsilon_of_sums([(noise, unit, steps)], delta) - epsilon, 1e-3, 1e9, xtol=1e-6)
     return float(found) + 2e-6  # on the side of less epsilon
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import logsumexp
 from scipy.stats import binom
 
@@ -203,16 +204,11 @@ def epsilon_bound(*, coins: int, guesses: int, correct: int, delta: float) -> fl
     >>> round(epsilon_bound(coins=100, guesses=100, correct=100, delta=0.0), 3) == round(float(np.log(q / (1 - q))), 3)
     True
     """
-    low, high = 0.0, 50.0
-    if _chance_of(coins, guesses, correct, epsilon=low, delta=delta) > 1 - LEVEL:
-        return 0.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if _chance_of(coins, guesses, correct, epsilon=middle, delta=delta) > 1 - LEVEL:
-            high = middle
-        else:
-            low = middle
-    return low
+
+    def excess(epsilon: float) -> float:
+        return _chance_of(coins, guesses, correct, epsilon=epsilon, delta=delta) - (1 - LEVEL)
+
+    return float(brentq(excess, 0.0, 50.0)) if excess(0.0) < 0 else 0.0
 
 
 def _chance_of(coins: int, guesses: int, correct: int, *, epsilon: float, delta: float) -> float:
