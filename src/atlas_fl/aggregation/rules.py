@@ -155,8 +155,8 @@ def mixing_matrices(
     federation: Federation,
     present: Sequence[bool],
     *,
-    eta: float,
-    layer_weighting: str,
+    eta: float = 0.0,
+    layer_weighting: str = "none",
     granularity: str = "all",
     models: RoundModels | None = None,
 ) -> Matrices:

@@ -127,11 +127,7 @@ class ClassifierCollaboration(Averaging):
     @classmethod
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """Class features by the model that a client begins the round with."""
-        found = {}
-        for client in report.clients:
-            features, labels, num_labels = report.features(client)
-            found[client] = summarize(features, labels, num_labels=num_labels)
-        return found
+        return {client: summarize(*report.features(client)) for client in report.clients}
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
@@ -194,7 +190,7 @@ def feature_width(params: Params) -> int:
     return next(tensor.shape[1] for key, tensor in params.items() if key.startswith(HEAD) and tensor.ndim == 2)
 
 
-def summarize(features: Tensor, labels: np.ndarray, *, num_labels: int) -> Params:
+def summarize(features: Tensor, labels: np.ndarray, num_labels: int) -> Params:
     """Report of these features, (examples, width), with their classes, (examples,) int64."""
     classes = torch.from_numpy(np.asarray(labels, np.int64))
     counts = torch.bincount(classes, minlength=num_labels)

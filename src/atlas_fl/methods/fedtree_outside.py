@@ -64,15 +64,7 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
             return done
         after, federation = inputs.after, inputs.federation
         models = rules.RoundModels(before=inputs.client_models, after=after, server_state=done.server_state)
-        matrices = rules.mixing_matrices(
-            self._others,
-            federation,
-            inputs.present,
-            eta=0.0,
-            layer_weighting="none",
-            granularity="layer",
-            models=models,
-        )
+        matrices = rules.mixing_matrices(self._others, federation, inputs.present, granularity="layer", models=models)
         mixed = rules.mix(after, matrices, federation.clients, self.options).by_client
         outside = {
             name: {

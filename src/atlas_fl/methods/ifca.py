@@ -69,13 +69,11 @@ class Ifca(Method):
             for name, by_label in found.items()
             if by_label
         }
-        moved = {name: label for name, label in best.items() if label != own[name]}
         return Choice(
             server_state=_state_of({**own, **best}, found),
-            client_models={name: candidates[label][name] for name, label in moved.items()},
+            client_models={name: candidates[label][name] for name, label in best.items() if label != own[name]},
             sent={name: [candidates[j][name] for j in candidates if j != own[name]] for name in found},
             losses=found,
-            moved=moved,
         )
 
 

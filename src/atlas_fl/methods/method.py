@@ -89,8 +89,6 @@ class Choice:
     """The candidates that each client was sent."""
     losses: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Losses that each client answered."""
-    moved: Mapping[str, int] = field(default_factory=dict)
-    """The new group of each client that left its own."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -420,7 +418,7 @@ class Method(Part):
         def rule(step: rules.MixingContext) -> np.ndarray | Rows:
             return choose_rows(step.present, identity(len(step.present)), self.arrival(step))
 
-        rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        rows = rules.mixing_matrices(rule, federation, present, eta=1.0, models=models)
         by_client = rules.mix(everyone, rows, federation.clients, self.options).by_client
         return {client: by_client[client] for client in fresh}
 
