@@ -181,10 +181,9 @@ class Run:
         """The models that clients ended with."""
         return self.models(self.rounds[-1], "start")
 
-    def models_if_any(self, round: int, name: str, *, joined: bool = False) -> Models:
+    def models_if_any(self, round: int, name: str) -> Models:
         """The same of a file that is written only where there is something in it."""
-        is_there = self.file(round, f"{name}.safetensors", joined=joined).is_file()
-        return self.models(round, name, joined=joined) if is_there else {}
+        return self.models(round, name) if self.file(round, f"{name}.safetensors").is_file() else {}
 
     def state_after(self, round: int, before: Flat, *, joined: bool = False) -> Flat:
         """The server state after this round; what it was before where the round wrote none."""

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site
+from atlas_fl.data.clients import group_by
 from atlas_fl.models import attention, stock, vision
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
@@ -53,10 +54,7 @@ def _full_packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
 
 def same_models(jobs: Sequence[Job]) -> list[list[int]]:
     """The indices of the jobs by their model: models are equal where all their tensors are the very same."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, job in enumerate(jobs):
-        groups.setdefault(tuple(id(tensor) for tensor in job.params.values()), []).append(index)
-    return list(groups.values())
+    return list(group_by(range(len(jobs)), lambda index: tuple(map(id, jobs[index].params.values()))).values())
 
 
 def tokens_of(job: Job, site: Site) -> float:
@@ -295,13 +293,8 @@ class _Call(nn.Module):
 def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
     """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
     examples = [((k, index), size) for k, sizes in enumerate(lengths) for index, size in enumerate(sizes.tolist())]
-    parts = []
-    for pack in greedy_packs(examples, max_tokens):
-        indices: dict[int, list[int]] = {}
-        for k, index in pack:
-            indices.setdefault(k, []).append(index)
-        parts.append([(k, slice(inside[0], inside[-1] + 1)) for k, inside in indices.items()])
-    return parts
+    by_client = [group_by(pack, lambda example: example[0]) for pack in greedy_packs(examples, max_tokens)]
+    return [[(k, slice(own[0][1], own[-1][1] + 1)) for k, own in groups.items()] for groups in by_client]
 
 
 def in_order(lengths: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from atlas_fl.params import LORA_A, LORA_B, Params
 
 FIRST, SECOND = "sketch.first", "sketch.second"
 PARTS = "parts"
-"""The name under which a cut client's part of a sketch travels."""
+"""The name under which the parts of a cut client's own tensors travel, (tensors, sketch_dim) float64, exact."""
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -129,11 +129,6 @@ def parts_of_gradients(totals: Mapping[str, Tensor], options: FingerprintOptions
     """The parts of a sketch of what such sums come to, up to a factor."""
     tensors = {key: FINGERPRINTS[options.kind].total(total) for key, total in totals.items()}
     return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
-
-
-def parts_message(parts: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Message of a cut client with the parts of its own tensors, (tensors, sketch_dim) float64, exact."""
-    return {PARTS: torch.from_numpy(np.stack(parts))}
 
 
 def mean(first: Params, second: Params) -> dict[str, Tensor]:

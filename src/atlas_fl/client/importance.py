@@ -155,11 +155,6 @@ def layer_sums(gradients: Params, leaves: Params, site: Site, *, kind: str) -> n
     return _by_layer(site, sums)
 
 
-def sums_message(sums: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Message of a cut client with the sums of its own blocks, (batches, blocks) float64."""
-    return {IMPORTANCE: torch.from_numpy(np.stack(sums))}
-
-
 def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
     """Sums of single weights' numbers gathered by block, (blocks,) float64."""
     layers = np.zeros(len(site.backbone.blocks))

@@ -183,10 +183,8 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
 def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
-    leaves, head = (
-        importance.last_weights(site.backbone, options.blocks, end=crossing.cut.blocks),
-        _head(job, site, crossing),
-    )
+    leaves = importance.last_weights(site.backbone, options.blocks, end=crossing.cut.blocks)
+    head = _head(job, site, crossing)
     losses, closing, done = list[float](), dict[str, bytes](), itertools.count()
     for half in (0, 1):
         rows = importance.half_rows(job, site, half=half, count=options.batches, most=options.most(half))
@@ -194,7 +192,8 @@ def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
         parts, half_losses = fingerprint.measure_parts(gradients, options)
         losses += half_losses
         if parts:
-            closing[f"{half}/fingerprint"] = encode_tensors(fingerprint.parts_message(list(parts.values())))
+            message = {fingerprint.PARTS: torch.from_numpy(np.stack(list(parts.values())))}
+            closing[f"{half}/fingerprint"] = encode_tensors(message)
     crossing.closing = closing
     metrics = {"loss": float(np.mean(losses))} if losses else {}
     return Update(client=job.client, params=job.params, examples=0, metrics=metrics)
@@ -204,15 +203,14 @@ def importance_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The sums of the client's own blocks; importance is a share of all blocks and so the server's."""
     options: ImportanceOptions = job.options
     blocks = crossing.cut.blocks
-    leaves, head = (
-        importance.merged_leaves(job, site, batching.modules_of(site, range(blocks))),
-        _head(job, site, crossing),
-    )
+    leaves = importance.merged_leaves(job, site, batching.modules_of(site, range(blocks)))
+    head = _head(job, site, crossing)
     sums = []
     for done, row in enumerate(importance.half_rows(job, site, half=0, count=options.batches)):
         gradients = _loss_gradient(row, site, leaves, head, crossing, done)[1]
         sums.append(importance.layer_sums(gradients, leaves, site, kind=options.kind)[:blocks])
-    crossing.closing = {"0/fingerprint": encode_tensors(importance.sums_message(sums))}
+    message = {importance.IMPORTANCE: torch.from_numpy(np.stack(sums))}  # (batches, blocks) float64
+    crossing.closing = {"0/fingerprint": encode_tensors(message)}
     return Update(client=job.client, params={}, examples=0, metrics={})
 
 

@@ -65,11 +65,10 @@ class FingerprintHalf(split_server.GradientHalf):
         options: FingerprintOptions = self.side.job.options
         parts = fingerprint.parts_of_gradients(self._totals[half], options)
         if self._below:
-            below = self.side.decode(payloads, "fingerprint", index=half).get(fingerprint.PARTS)
-            if not _are_numbers(below, (len(self._below), options.sketch_dim)):
+            told = self.side.decode(payloads, "fingerprint", index=half).get(fingerprint.PARTS)
+            if (below := _numbers(told, (len(self._below), options.sketch_dim))) is None:
                 raise self.side.refusal("parts of a sketch")
-            assert below is not None
-            parts |= dict(zip(self._below, below.numpy(), strict=True))
+            parts |= dict(zip(self._below, below, strict=True))
         try:
             return combine_parts(parts[name] for name in self._names)
         except DataError as error:
@@ -83,10 +82,8 @@ class ImportanceHalf(split_server.GradientHalf):
         side, total = split_server.CutMessages(job, site), len(site.backbone.blocks)
         self._sums: list[np.ndarray] = []
         self._leaves = importance.merged_leaves(job, site, batching.modules_of(site, range(side.cut.blocks, total)))
-        head, wants = (
-            importance.head_leaves(replace(job, params=side.above), site),
-            bool(batching.modules_of(site, range(side.cut.blocks))),
-        )
+        head = importance.head_leaves(replace(job, params=side.above), site)
+        wants = bool(batching.modules_of(site, range(side.cut.blocks)))
         self._batches = importance.gradient_batches(job, site, half=0, count=job.options.batches)
         super().__init__(side, head, steps=self._batches, wants=wants, weights=self._leaves)
 
@@ -99,18 +96,18 @@ class ImportanceHalf(split_server.GradientHalf):
     def update(self, payloads: split_server.Payloads) -> Update:
         """The importance of all blocks."""
         side, blocks = self.side, self.side.cut.blocks
-        below = side.decode(payloads, "fingerprint").get(importance.IMPORTANCE)
-        if not _are_numbers(below, (self._batches, blocks)):
+        told = side.decode(payloads, "fingerprint").get(importance.IMPORTANCE)
+        if (below := _numbers(told, (self._batches, blocks))) is None:
             raise side.refusal("importance")
-        assert below is not None
-        sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]
+        sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below, self._sums)]
         try:
             return importance.importance_update(side.job, sums, side.site)
         except DataError as error:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 
 
-def _are_numbers(numbers: Tensor | None, shape: tuple[int, int]) -> bool:
-    if numbers is None or numbers.dtype is not torch.float64 or numbers.shape != shape:
-        return False
-    return bool(numbers.isfinite().all())
+def _numbers(told: Tensor | None, shape: tuple[int, int]) -> np.ndarray | None:
+    """What a client has told as float64 of this shape; None where it is missing, or anything else."""
+    if told is None or told.dtype is not torch.float64 or told.shape != shape or not told.isfinite().all():
+        return None
+    return told.numpy()

@@ -16,7 +16,7 @@ import torch
 
 from atlas_fl.client.job import Update
 from atlas_fl.config import Config, differences, identity_settings, load_config
-from atlas_fl.data.clients import ClientData, majority
+from atlas_fl.data.clients import ClientData, group_by, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, distinct_tensors, plan_messages
 from atlas_fl.experiment.summary import MEASURED, STOPPED, best_rounds, peak_memory
@@ -317,9 +317,7 @@ class Recorder:
         """Write the server state for the audit; no file where the strategy has no state but the models."""
         distinct, same = distinct_tensors(server_state)
         if distinct:
-            repeats: dict[str, list[str]] = {}
-            for path, first in same.items():
-                repeats.setdefault(first, []).append(path)
+            repeats = group_by(same, lambda path: same[path])
             note = ("same", json.dumps(repeats, sort_keys=True)) if repeats else None
             self.audit_digests[SERVER_STATE_FILE] = write_tensors(
                 folder / SERVER_STATE_FILE, distinct, metadata=note, within=self.folder.path

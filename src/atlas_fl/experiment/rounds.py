@@ -288,11 +288,8 @@ def one_round(
     start = round_start(assembly, state, planned, served=isinstance(engine, RemoteEngine))
     parts = parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
-    method, sent, kept = (
-        strategy_of(config),
-        dict[str, ByClient](),
-        {kind: start.of(kind) for kind in ("momentum", "residual")},
-    )
+    method, sent = strategy_of(config), dict[str, ByClient]()
+    kept = {kind: start.of(kind) for kind in ("momentum", "residual")}
     for part in parts:
         sent |= part.send(start)
         kept |= part.keep(start)
