@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atlas_fl.config.schema import DataConfig
+from atlas_fl.config.validation import check_labels
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import (
     centralize,
-    check_heterogeneity,
     disagreement,
     flip_classes,
     heterogeneity_notes,
@@ -193,9 +194,8 @@ def test_tasks_without_the_labels_for_it_are_refused_before_anything_is_read(
     values: dict[str, Any], message: str
 ) -> None:
     tasks = [client(name, 0, [0, 1], num_labels=count).task for name, count in (("stars", 1), ("three", 3))]
-    settings: dict[str, Any] = {"rating_cuts": (), "flipped_clients": 0.0, "one_task": False, **values}
     with pytest.raises(ConfigError, match=message):
-        check_heterogeneity(tasks, **settings)
+        check_labels(tasks, DataConfig(**values))
 
 
 def dealt(**changes: Any) -> tuple[ClientData, ...]:

@@ -4,13 +4,17 @@ Ranges and forms stand in `config.schema`, settings that contradict each other i
 imported inside the checks, because importing them takes seconds.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from atlas_fl.config import conflicts, methods, presets, schema, values
 from atlas_fl.config.settings import check_range, settings, value_of
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
+
+if TYPE_CHECKING:
+    from atlas_fl.data.task import Task
 
 
 def validate(config: schema.Config, *, at_sites: bool = False) -> schema.Config:
@@ -130,10 +134,27 @@ def _check_names(config: schema.Config) -> None:
         locate_model(config.model.model)
 
 
+def check_labels(tasks: Sequence["Task"], data: schema.DataConfig) -> None:
+    """Raise ConfigError unless the tasks have the labels that these settings need. No data is read."""
+    from atlas_fl.data.heterogeneity import common_task
+
+    if data.one_task:
+        common_task(tasks)
+    for task in tasks:
+        needs = (
+            ("--rating-cuts", data.rating_cuts, task.is_regression, "values (movie_ratings, metric=pearson)"),
+            ("--flipped-clients", data.flipped_clients and not data.rating_cuts, task.has_classes, "classes"),
+            ("--test-mix balanced", data.test_mix == "balanced", task.has_classes, "classes of its own"),
+        )
+        for flag, is_set, fits, labels in needs:
+            if is_set and not fits:
+                raise ConfigError(f"{flag} needs tasks of {labels}, and {task.name!r} has none; take another task")
+
+
 def _check_tasks(config: schema.Config, *, at_sites: bool) -> None:
     """Raise ConfigError unless the clients of these tasks can share what the settings deal out to them."""
     from atlas_fl.data.clients import client_names
-    from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
+    from atlas_fl.data.heterogeneity import joint_name
     from atlas_fl.data.partition import check_classes
     from atlas_fl.data.registry import find_tasks
     from atlas_fl.ranks.devices import find_devices
@@ -141,13 +162,7 @@ def _check_tasks(config: schema.Config, *, at_sites: bool) -> None:
     data = config.data
     devices = [device.name for device in find_devices(data.devices, data.device)]
     tasks = find_tasks(data.tasks, data.task)
-    check_heterogeneity(
-        tasks,
-        rating_cuts=data.rating_cuts,
-        flipped_clients=data.flipped_clients,
-        one_task=data.one_task,
-        test_mix=data.test_mix,
-    )
+    check_labels(tasks, data)
     if not at_sites:
         names = [task.name for task in tasks]
         clients = [client for own in client_names(tasks, data.clients_per_task) for client in own]

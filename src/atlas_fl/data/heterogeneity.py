@@ -8,7 +8,7 @@ order is `merge_sources`, `shift_concepts`, `flip_classes`, and as a reference `
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -16,34 +16,12 @@ from itertools import combinations
 import numpy as np
 
 from atlas_fl.data.cleaning import check_no_leak, without
-from atlas_fl.data.clients import ALL, BALANCED, ClientData, Concept, group_by
+from atlas_fl.data.clients import ALL, ClientData, Concept, group_by
 from atlas_fl.data.task import Examples, Source, Task, TaskData, concatenate, load_task
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import Split
 
 NEGATIVE_POSITIVE = ("negative", "positive")
-
-
-def check_heterogeneity(
-    tasks: Sequence[Task],
-    *,
-    rating_cuts: Sequence[float],
-    flipped_clients: float,
-    one_task: bool,
-    test_mix: str = "own",
-) -> None:
-    """Raise `ConfigError` unless the tasks have the labels that these settings need. No data is read."""
-    if one_task:
-        common_task(tasks)
-    needs: tuple[tuple[str, bool, Callable[[Task], bool], str], ...] = (
-        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values (movie_ratings, metric=pearson)"),
-        ("--flipped-clients", bool(flipped_clients) and not rating_cuts, lambda task: task.has_classes, "classes"),
-        ("--test-mix balanced", test_mix == BALANCED, lambda task: task.has_classes, "classes of its own"),
-    )
-    for flag, is_set, fits, labels in needs:
-        for task in tasks if is_set else ():
-            if not fits(task):
-                raise ConfigError(f"{flag} needs tasks of {labels}, and {task.name!r} has none; take another task")
 
 
 def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tuple[ClientData, ...]:
