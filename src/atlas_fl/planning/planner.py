@@ -5,7 +5,7 @@ models are sent differently (`model_sender`, `model_receiver`); rounds, rules, r
 the same code for both (`Site.trainable`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,8 +31,7 @@ from atlas_fl.planning.masks import fit_heads_and_mask, full_client_plans, full_
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
-from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
-from atlas_fl.ranks.allocation import cluster_importance
+from atlas_fl.planning.task_discovery import discover_tasks, make_client_graph
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol import model_sync
@@ -47,7 +46,7 @@ from atlas_fl.setup.assembly import (
 )
 from atlas_fl.setup.options import cut_of, lora_of, paper_notes, strategy_of, train_options
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.split.channel import NO_CUTS, Cut
+from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import LedgerRow
 
 
@@ -116,7 +115,9 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         notes = full_notes(assembly, models)
     else:
         on_event(PhaseStarted("ranks"))
-        importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
+        importance = discovery.inside_clusters(
+            importance_by_client(assembly, meter, discovery.warmed_models, cuts=cuts)
+        )
         clients, notes = fit_clients(assembly, discovery.labels, importance)
         clients = assign_hosts(assembly, clients)
     data = label_statistics(assembly.clients)
@@ -166,23 +167,6 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     )
 
 
-def measure_importance(
-    assembly: Assembly,
-    engine: Engine,
-    discovery: TaskDiscovery,
-    models: ByClient,
-    *,
-    round: int = 0,
-    cuts: Mapping[str, Cut] = NO_CUTS,
-) -> np.ndarray:
-    """Importance of every layer at these models, (n, layers) float64; clients of one cluster get their mean.
-
-    A rule without clusters keeps every client's own: nothing may be shared that it does not share.
-    """
-    importance = importance_by_client(assembly, engine, models, round=round, cuts=cuts)
-    return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
-
-
 def recluster(
     planned: PlanResult,
     assembly: Assembly,
@@ -190,7 +174,7 @@ def recluster(
     *,
     round: int,
     performance: np.ndarray,
-    models: ByClient | None = None,
+    models: ByClient | None,
 ) -> PlanResult:
     """Cluster the clients and build the graph again before this round; labels keep their meaning.
 
@@ -208,7 +192,7 @@ def recluster(
         clients = tuple(replace(client, cluster=cluster) for client, cluster in labelled)
         importance = planned.plan.importance
     else:
-        importance = measure_importance(assembly, meter, discovery, models, round=round, cuts=cuts)
+        importance = discovery.inside_clusters(importance_by_client(assembly, meter, models, round=round, cuts=cuts))
         clients, notes = fit_clients(assembly, discovery.labels, importance)
     plan = replace(
         planned.plan,

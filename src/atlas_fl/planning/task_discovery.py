@@ -20,6 +20,7 @@ from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.plan import PlanResult
+from atlas_fl.ranks.allocation import cluster_importance
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
 from atlas_fl.setup.options import fingerprint_options, is_reclustered, settings_for, warmup_rank
@@ -39,6 +40,13 @@ class TaskDiscovery:
     """Every client's model after the warm-up, at the warm-up's rank."""
     sketches: np.ndarray | None  # (2, n, dim) float32
     notes: tuple[str, ...]
+
+    def inside_clusters(self, importance: np.ndarray) -> np.ndarray:
+        """Importance of layers, (n, layers) float64, in which clients of one cluster have their mean.
+
+        A rule without clusters keeps every client's own: nothing may be shared that it does not share.
+        """
+        return importance if self.clustering is None else cluster_importance(importance, self.labels)
 
 
 def discover_tasks(
@@ -173,7 +181,7 @@ def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dic
 
 
 def models_after_fingerprints(
-    assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut] = NO_CUTS
+    assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut]
 ) -> dict[str, Params]:
     """The clients' models after their fingerprints; whole models are unchanged and were not sent back."""
     if assembly.is_full:

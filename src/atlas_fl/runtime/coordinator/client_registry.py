@@ -154,11 +154,7 @@ def other_labels(name: str, metadata: ClientMetadata, labels: TaskLabels) -> Pro
 
 
 def disagreeing_clients(
-    registered: Mapping[str, ClientMetadata],
-    task_labels: Mapping[str, TaskLabels],
-    *,
-    one_head: bool,
-    head: int | None = None,
+    registered: Mapping[str, ClientMetadata], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None
 ) -> dict[str, ProtocolError]:
     """By client, the reason why it cannot take part beside the other registered ones.
 
