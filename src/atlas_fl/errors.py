@@ -9,6 +9,8 @@ MAX_LINE_CHARACTERS = 500
 """Most characters of another machine's words in a message."""
 MOST_NAMES = 8
 """Most names in a message."""
+UNTOLD = "it cannot do this; its own screen says why"
+"""A site's reason as its server gets it: the line itself may name its paths, or what it spent elsewhere."""
 
 
 class AtlasError(Exception):

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 from unittest.mock import patch
@@ -46,6 +46,8 @@ class Spoken:
     hello: dict[str, Any]
     turns: list[tuple[Message, Message]] = field(default_factory=list)
     """(what the site said, what the server answered)."""
+    model: str = ""
+    """The folder of its model, which each site names for itself."""
     workers: list[SiteClient | None] = field(default_factory=list)
     """The site as it was when it had each answer; None in the middle of a job."""
 
@@ -122,7 +124,7 @@ class Recording(in_process.Federation):
         def link(_: SiteOptions, certs: Any, said: Mapping[str, Any], *__: Any) -> Kept:
             hello = {**said}
             inner = InProcess(sessions, threads.loop, name=certs.name, hello=hello)
-            self.spoken[certs.name] = Spoken(welcome=dict(inner.welcome), hello=hello)
+            self.spoken[certs.name] = Spoken(welcome=dict(inner.welcome), hello=hello, model=self.config.model.model)
 
             def leave() -> None:
                 with contextlib.suppress(RuntimeError):  # the loop may be closed by then
@@ -132,7 +134,7 @@ class Recording(in_process.Federation):
 
         with in_process.Ending(name, self.found), linked(link):
             self.told[name] = []
-            joining = joining_of(self.folder, name, **self.words)
+            joining = joining_of(self.folder, name, model=self.config.model.model, **self.words)
             self.joined[name] = join_federation(joining, on_event=lambda event: _note(event, self.told[name]))
 
 
@@ -262,7 +264,7 @@ def lie_to(spoken: Spoken, lie: Lie, folder: Path, name: str, **words: Any) -> E
 
     It has the secret of the site that was recorded, so that honest answers fit what it asks.
     """
-    words = {"secret": words["certs"].parents[1] / f"{name}-secret", **words}
+    words = {"secret": words["certs"].parents[1] / f"{name}-secret", "model": spoken.model, **words}
     link, told = Lying(spoken=spoken, lie=lie), list[str]()
     joined, error = None, ""
     with our_links(), linked(lambda *_: link):
@@ -304,4 +306,4 @@ def welcomed(spoken: Spoken, change: Callable[[Config], str]) -> Spoken:
         own = config_hash(parse_config(text, origin="a test"))
     except AtlasError:
         own = "0" * 16
-    return Spoken(welcome={**spoken.welcome, "settings": text, "config": own}, hello=spoken.hello, turns=spoken.turns)
+    return replace(spoken, welcome={**spoken.welcome, "settings": text, "config": own})

@@ -3,22 +3,27 @@
 import dataclasses
 import itertools
 import re
+import shutil
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from atlas_fl.config import to_toml, with_values
 from atlas_fl.deployment.job_policy import MOST_MEASURED
-from atlas_fl.errors import ConfigError
+from atlas_fl.deployment.site import SiteRuntime
+from atlas_fl.errors import AtlasError, ConfigError, ModelError
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.params import LORA_A, LORA_B, Params, digest, head_keys, lora_modules, ranks
 from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
 from atlas_fl.runtime.protocol.model_sync import DigestCache, model_name
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
+from atlas_fl.storage import hub
 from atlas_fl.storage.tensors import encode_tensors, read_tensors
 from tests.hostile.servers import Ended, Lie, Recording, branch, lie_to, welcomed
 
@@ -376,9 +381,11 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size: 1,000,000,000; allowed: at most 4,096"),
     "ranks that fill the memory": ({"candidates": (2, 10**6)}, "--candidates: 1,000,000; allowed: at most 1,024"),
     "rounds without an end": ({"rounds": 10**9}, "--rounds: 1,000,000,000; allowed: at most 100,000"),
-    "a model of the hub": ({"model": "evil/model"}, "'evil/model', and a site fetches no .*--allow hub-model"),
-    "a model outside": ({"model": "../../../../x/.ssh"}, "is no directory; give the path of one"),
-    "a folder that is no model": ({"model": "/etc"}, "could not be loaded"),
+    "a model of the hub": ({"model": "evil/model"}, "'evil/model', which is not here, .*--model .*--allow hub-model"),
+    "a model of the list": ({"model": "mistral-7b"}, "'mistral-7b', which is not here, .*--model .*--allow hub-model"),
+    "a model outside": ({"model": "../../../../x/.ssh"}, "a path of the server means nothing here"),
+    "a folder that the owner did not name": ({"model": "/etc"}, "'/etc', and a path .*give --model PATH .*--config"),
+    "a folder here": ({"model": "src"}, "'src', and a path of the server means nothing here"),
     "a model's name without an end": ({"model": "x" * 5000}, "'x+.*; a site takes names of at most 255 bytes"),
     "a decay that forgets the model": (
         {"lr": 0.01, "weight_decay": 100.0},
@@ -394,6 +401,7 @@ def test_settings_that_ask_for_more_end_the_site_before_it_says_anything(usual: 
     texts.pop("tasks", None)
     spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, texts)))
     own = {"task": "digits"} if "tasks" in values else {}
+    own |= {"model": None} if "model" in values else {}
     found = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME, **own)
     assert re.search(message, found.error), found.error
     assert "\n" not in found.error
@@ -457,6 +465,43 @@ def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(usual, tin
     """A hub name of the server is fetched where the person there says so, and else only asked for a --model."""
     spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, {"model": "evil/model"})))
     how = {"certs": usual.folder / "certs" / NAME, "model": str(tiny_model)}
+    assert lie_to(spoken, lambda *_: None, tmp_path, NAME, **how).error == ""
+
+
+@pytest.mark.parametrize("kind", [ModelError, ConfigError])
+def test_a_site_that_cannot_do_a_job_says_why_on_its_own_screen_alone(
+    usual: Recording, lied: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, kind: type[AtlasError]
+) -> None:
+    """The line has paths of its disk, and what its examples have spent in other federations."""
+    why = "the training examples here would spend epsilon 3.14 with this round by /home/north/north-privacy"
+
+    def fails(*_: Any) -> None:
+        raise kind(why)
+
+    monkeypatch.setattr(SiteRuntime, "__call__", fails)
+    found = lied(usual, lambda head, tensors: (head, tensors) if head["kind"] == "job" else None)
+    assert found.said_after
+    for head, tensors in found.said_after:
+        assert (head["kind"], head["reason"], tensors) == ("failed", "it cannot do this; its own screen says why", {})
+        assert not re.search("home|3.14", str(head))
+    assert why in (found.error if kind is ModelError else " ".join(found.told))
+
+
+def test_a_model_of_the_list_that_is_in_the_cache_is_worked_with_and_the_hub_is_not_asked(
+    usual: Recording, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        pytest.fail("a site without --allow hub-model asked the hub")
+
+    cache = tmp_path / "hub" / "models--bert-base-uncased"
+    shutil.copytree(tiny_model, cache / "snapshots" / "c0ffee")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "urlopen", fails)
+    monkeypatch.setattr(socket.socket, "connect", fails)
+    spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, {"model": "bert"})))
+    how = {"certs": usual.folder / "certs" / NAME, "model": None}
     assert lie_to(spoken, lambda *_: None, tmp_path, NAME, **how).error == ""
 
 

@@ -69,6 +69,11 @@ class Federation:
         few = ("--least-examples", "2", "--max-rounds-per-example", "2")  # the data here are small
         return (*few, "--allow", *words) if words else few
 
+    @property
+    def own_model(self) -> tuple[str, str]:
+        """The words with which every site names the folder of the model for itself."""
+        return "--model", self._config.model.model
+
     def serve(self, *more: str, port: int = 0, fault: str = "") -> tuple[Program, int]:
         """The server and the port that it listens on."""
         words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
@@ -78,7 +83,7 @@ class Federation:
     def join(self, name: str, port: int, *more: str, device: str = "", fault: str = "") -> Program:
         task, _, part = name.partition("-")
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
-        words += self.consent
+        words += (*self.consent, *(() if "--model" in more else self.own_model))
         return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder, fault=fault)
 
     def joins_late(

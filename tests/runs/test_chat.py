@@ -145,6 +145,7 @@ def test_sites_end_with_the_bits_of_one_file_of_conversations(
         programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", rows, "--device", device),
             *("--least-examples", "2", "--max-rounds-per-example", "2", "--allow", "cut", "labels"),
+            *fed.own_model,
             folder=tmp_path,
         )
         for name, device in fed.sites.items()

@@ -48,7 +48,9 @@ def test_sites_are_cut_by_their_own_names_and_tasks(federation: Federations) -> 
         rows = [f"{'good' if n % 2 else 'bad'} {task} number {n} of {name},{n % 2}" for n in range(60)]
         (fed.folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
         words = ("--certs", f"certs/{name}", "--task", f"{task}={name}.csv", "--device", fed.sites[name])
-        programs.append(fed.programs.start("join", f"localhost:{port}", *words, *fed.consent, folder=fed.folder))
+        programs.append(
+            fed.programs.start("join", f"localhost:{port}", *words, *fed.consent, *fed.own_model, folder=fed.folder)
+        )
     for program in programs:
         program.end()
     cuts = [client["cut"] for client in read_json(fed.served.plan)["clients"]]

@@ -35,7 +35,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(federation, tin
     stays, ends = fed.join("movie-0", port), fed.join("movie-1", port, "--model", str(other))
     said = ends.end(2).splitlines()[-1]
     assert "lacks encoder.layer.0.output.dense.weight" in said
-    assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
+    assert "no fingerprint of movie-1 in round 0: it cannot do this; its own screen says why" in server.end(2)
     assert "the server was stopped before the run was complete" in stays.end(2)
 
 
@@ -43,7 +43,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(federation, tin
 def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(federation: Federations) -> None:
     fed = federation(split="movie-0=1")
     server, port = fed.serve()
-    words = ("--certs", "certs/movie-0", "--task", "movie", "--part", "0", "--device", "cpu_2gb")
+    words = ("--certs", "certs/movie-0", "--part", "0", *SMALL, "--config", "fed.toml")
     said = fed.programs.start("join", f"localhost:{port}", *words, folder=fed.folder).end(2).splitlines()[-1]
     assert said.startswith("atlas: the server's settings (--split 'movie-0=1') ask more of this site")
     assert "agree with --allow cut labels" in said

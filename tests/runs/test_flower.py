@@ -118,6 +118,7 @@ class Flower:
     start: Callable[..., Started]
     link: int
     stream: int
+    model: Path
 
     def prepare(self, served: Config) -> None:
         make_certs(self.folder / "tls", servers=["localhost", "127.0.0.1"], clients=["operator"])
@@ -150,7 +151,7 @@ class Flower:
             f"--superlink=127.0.0.1:{self.link}",
             f"--auth-supernode-private-key={self.folder / name}",
             f"--port={port}",
-            f'--node-config=name="{name}" task="movie" part={name[-1]} device="{device}"',
+            f'--node-config=name="{name}" task="movie" part={name[-1]} device="{device}" model="{self.model}"',
             folder=self.folder / f"at-{name}",
         )
 
@@ -161,9 +162,11 @@ class Flower:
 
 
 @pytest.mark.slow
-def test_the_federation_that_flower_runs_is_the_simulated_one(config, tmp_path, start: Callable[..., Started]) -> None:
+def test_the_federation_that_flower_runs_is_the_simulated_one(
+    config, tiny_model: Path, tmp_path, start: Callable[..., Started]
+) -> None:
     link, stream, *ports = free_ports(2 + len(SITES))
-    flower = Flower(folder=tmp_path, start=start, link=link, stream=stream)
+    flower = Flower(folder=tmp_path, start=start, link=link, stream=stream, model=tiny_model)
     flower.prepare(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served"))
     flower.superlink()
     flower.register(SITES)

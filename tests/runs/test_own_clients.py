@@ -109,7 +109,7 @@ def test_three_sites_end_with_the_bits_of_one_csv(
     sites = [
         fed.programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", task, "--device", "laptop_8gb"),
-            *("--least-examples", "2", "--allow", "cut", "labels"),
+            *("--least-examples", "2", "--allow", "cut", "labels", *fed.own_model),
             folder=tmp_path,
         )
         for name, task in tasks.items()
@@ -162,7 +162,7 @@ def test_two_sites_of_two_tasks_end_with_the_bits_of_one_csv(
     joined = [
         programs.start(
             *("join", f"localhost:{port}", "--certs", f"certs/{name}", "--task", words[site]),
-            *("--device", devices[site], "--least-examples", "2"),
+            *("--device", devices[site], "--least-examples", "2", "--config", "fed.toml"),
             folder=tmp_path,
         )
         for name, site in sites.items()
@@ -228,6 +228,7 @@ def test_a_class_that_the_server_lacks_is_one_line(federation: Callable[..., Fed
     (tmp_path / "fed.toml").write_text(to_toml(with_values(fed._config, {"task": ("triage,labels=DESC|HUM",)})))
     server, port = fed.serve()
     words = ("--certs", "certs/south", "--task", f"triage=south.csv,{COLUMNS}", "--device", "laptop_8gb")
+    words += fed.own_model
     said = fed.programs.start("join", f"localhost:{port}", *words, folder=tmp_path).end(code=2)
     assert "in column 'triage' (33 rows), which is none of the classes that labels= declares (DESC, HUM)" in said
     server.kill()

@@ -109,7 +109,8 @@ def test_sites_learn_the_preferences_of_their_own_rows(preferences: Make, tmp_pa
     for name, device in fed.sites.items():
         task = f"wish={name}.jsonl,{FORM},template=own.jinja"
         words = ("--certs", f"certs/{name}", "--task", task, "--device", device, "--max-rounds-per-example", "2")
-        started.append(programs.start("join", f"localhost:{port}", *words, "--least-examples", "2", folder=tmp_path))
+        words += ("--least-examples", "2", *fed.own_model)
+        started.append(programs.start("join", f"localhost:{port}", *words, folder=tmp_path))
     for program in started:
         program.end()
     passing_audit(fed.served.path)

@@ -111,9 +111,9 @@ def test_a_site_whose_budget_is_spent_trains_no_more_and_the_run_goes_on(federat
     PrivacyRecord(path=fed.folder / f"{first}-privacy", most=1.0).pay("a round of another run", 24, options, 3)
     server, port = fed.serve("--min-clients", "1")
     sites = [fed.join(name, port) for name in SITES]
-    for site in sites:
-        site.end()
-    assert f"no train of {first} in round 2: the training examples here would spend" in server.end()
+    said = [site.end() for site in sites]
+    assert f"no train of {first} in round 2: it cannot do this; its own screen says why" in server.end()
+    assert "does not do this job: the training examples here would spend epsilon" in said[0]
     passing_audit(fed.served.path, "epsilon")
     assert {row["client"] for row in rows(fed.served.path) if row.get("split") == "train" and row["round"] == 2} == {
         name for name in SITES if name != first

@@ -33,7 +33,7 @@ class Watched:
 
     def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(SITES))
-        self.folder, self.proxies = folder, dict[str, Proxy]()
+        self.folder, self.proxies, self.model = folder, dict[str, Proxy](), config.model.model
         self.exchanges, self.frames = Counter[str](), Counter[tuple[str, str]]()
         self.marks: list[dict[str, Counter[str]]] = []
         self._threads: list[threading.Thread] = []
@@ -65,6 +65,7 @@ class Watched:
                     task=task,
                     part=int(part),
                     device="cpu_2gb",
+                    model=self.model,
                     to=str(self.folder / f"{name}-adapter"),
                     patience=60,
                     first_seconds=60,

@@ -106,7 +106,7 @@ def test_sites_train_on_the_same_tokens_and_so_does_a_server_that_was_killed(
                 "--least-examples",
                 "2",
             ),
-            *("--task", f"notes={name}.csv,truncate=middle"),
+            *("--task", f"notes={name}.csv,truncate=middle", *fed.own_model),
             folder=tmp_path,
         )
         for name in SITES

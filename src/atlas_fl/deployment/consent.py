@@ -62,7 +62,8 @@ class SiteChoices:
     """Index of the task's part that is here, from 0 to below --clients-per-task, dealt as in a simulation; all of it by
     default."""
     model: str | None = None
-    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
+    """The server's model as it lies here, a folder or a name; needed where the server names a folder, or a model that
+    is not on this machine."""
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
     plugin: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from atlas_fl.data.task import Labels, Task
 from atlas_fl.data.user_files import described_task, with_labels, with_task_of
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.models.files import cached_folder
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
 from atlas_fl.runtime.protocol.client_metadata import LabelName
@@ -207,20 +208,39 @@ def most_rounds(consent: SiteChoices, *, examples: int) -> int:
     return max(1, floor(consent.max_rounds_per_example * examples))
 
 
-def check_model_name(name: str, consent: SiteChoices) -> None:
-    """Raise `ConfigError` unless a model that a server names is of this package's list or lies here."""
+def find_servers_model(name: str, consent: SiteChoices, *, is_pinned: bool) -> str:
+    """The name or folder under which this site reads a model that its server names; the hub is not asked for it.
+
+    Without `hub-model` that is a model of this package's list whose files are here. Digests of a model leave before
+    anything else does, so a folder counts only where the site's own settings name it (`is_pinned`).
+    Raises `ConfigError` for any other.
+    """
     if name.startswith("~") or len(name.encode()) > MOST_NAME:
         raise ConfigError(
             f"the server's settings name the model {short_repr(name)}; a site takes names of at most {MOST_NAME} bytes,"
             " and none that begins with ~; give --model with the model you want"
         )
-    is_registered = name in MODELS or any(name == model.path for model in MODELS.values())
-    if is_registered or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
-        return
-    raise ConfigError(
-        f"the server's settings name the model {short_repr(name)}, and a site fetches no model of the hub because a"
-        " server says so; give --model with the model you want, or agree with --allow hub-model"
-    )
+    source = MODELS[name].path if name in MODELS else name
+    # a plug-in, which the owner has named, may list a folder
+    is_own = name in MODELS and (source == "embedded" or Path(source).is_absolute())
+    is_path = not is_own and (source.startswith((".", "/")) or Path(source).exists())
+    if is_path and not is_pinned:
+        raise ConfigError(
+            f"the server's settings name the model {short_repr(name)}, and a path of the server means nothing here,"
+            " because digests of the files would leave; give --model PATH with the model you want, or the agreed"
+            " settings with --config"
+        )
+    if is_path or is_own or "hub-model" in consent.allow:
+        return name
+    # any other model of the cache is the owner's own affair
+    folder = cached_folder(source) if any(source == model.path for model in MODELS.values()) else None
+    if folder is None:
+        raise ConfigError(
+            f"the server's settings name the model {short_repr(name)}, which is not here, and a site fetches no model"
+            " of the hub because a server says so; give --model with the model you want, or agree with --allow"
+            " hub-model"
+        )
+    return str(folder)
 
 
 def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:

@@ -32,8 +32,8 @@ from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
-    check_model_name,
     check_settings,
+    find_servers_model,
     key_book,
     most_rounds,
     settings_here,
@@ -350,7 +350,8 @@ def _work(
     run = config_hash(settings)
     device = read_device(joining.device).name
     if joining.model is None:
-        check_model_name(settings.model.model, joining)
+        model = find_servers_model(settings.model.model, joining, is_pinned=joining.config is not None)
+        joining = replace(joining, model=model)
     config = settings_here(settings, joining)
     secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)

@@ -144,7 +144,8 @@ class StartModels:
         if len(models) > MODELS_A_ROUND:
             raise ProtocolError(
                 f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
-                f" {MODELS_A_ROUND} a round, because each shows the data once more; nothing was sent: ask who runs it"
+                f" {MODELS_A_ROUND} a round{split and ' on each split'}, because each shows the data once more; nothing"
+                " was sent: ask who runs it"
             )
         initial = self.initial(ranks(params))
         # the initialisation, but for warmed-up or imported tensors

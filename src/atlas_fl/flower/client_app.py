@@ -8,7 +8,7 @@ from typing import Any
 
 from atlas_fl.cli.display import show, show_progress
 from atlas_fl.deployment.consent import SiteChoices, choices_of
-from atlas_fl.errors import AtlasError
+from atlas_fl.errors import UNTOLD, AtlasError
 from atlas_fl.flower import messages
 
 FAILED = 2
@@ -65,7 +65,8 @@ def answering(
             )
         except AtlasError as error:
             show([f"atlas: {error}"])
-            return messages.Message(messages.Error(code=FAILED, reason=str(error)), reply_to=message)
+            reason = str(error) if handler is who else UNTOLD
+            return messages.Message(messages.Error(code=FAILED, reason=reason), reply_to=message)
 
     return answer
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from transformers.utils import cached_file
 
@@ -47,6 +48,14 @@ def find_file(source: str, file: str) -> Path | None:
     """Path of a file of the model, fetched from the hub if need be; None where there is none."""
     path = cached_file(source, file, _raise_exceptions_for_missing_entries=False, local_files_only=is_local(source))
     return None if path is None else Path(path)
+
+
+def cached_folder(source: str) -> Path | None:
+    """Folder of a hub model in the hub's cache; None without its config or weights. No network is used."""
+    weights = [name for single in _FORMATS for name in (single, f"{single}.index.json")]
+    config, *found = (try_to_load_from_cache(source, file) for file in (CONFIG, *weights))
+    has_weights = any(isinstance(path, str) for path in found)
+    return Path(config).parent if isinstance(config, str) and has_weights else None
 
 
 def check_folder(name: str, source: str) -> None:

@@ -9,7 +9,7 @@ from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE
 from atlas_fl.client.split_client import client_side_of
 from atlas_fl.client.split_server import Payloads
-from atlas_fl.errors import AtlasError, DataError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import UNTOLD, AtlasError, DataError, ModelError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumSite
@@ -163,12 +163,13 @@ class SiteClient:
                 self.on_event(Note(f"score{on}, round {job.round}: {update.metrics['primary']:.3f}"))
         except ProtocolError:
             raise
-        except ModelError as error:
+        except ModelError:
             # Without its model this site can run no further job.
-            self.link.exchange({"kind": "failed", "number": number, "reason": str(error), "leaves": True})
+            self.link.exchange({"kind": "failed", "number": number, "reason": UNTOLD, "leaves": True})
             raise
         except AtlasError as error:
-            return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
+            self.on_event(Note(f"does not do this job: {error}"))
+            return {"kind": "failed", "number": number, "reason": UNTOLD}, NO_TENSORS
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
         self.policy.check_answer(action, job, sent)
