@@ -14,7 +14,7 @@ from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import flatten_by_client
 from atlas_fl.runtime.protocol.client_metadata import read_metadata
-from atlas_fl.setup.options import train_options
+from atlas_fl.setup.options import importance_options, train_options
 from tests.runtime.coordinator.test_coordinator import CENSUS
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
@@ -136,3 +136,14 @@ def test_under_differential_privacy_no_job_has_less_noise_or_another_look_at_the
     for action in ("importance", "fingerprint"):
         with pytest.raises(ProtocolError, match=rf"asks for {action}, and the settings .* say train, evaluate"):
             site._check_action(action, Job(client="a", params=MODEL, round=0, options=options))
+
+
+def test_a_site_measures_importance_where_ranks_or_cuts_follow_it_alone() -> None:
+    for ranks, is_asked in (("budget", True), ("8", False), ("uniform", False)):
+        config = validate(with_values(Config(), {"ranks": ranks, "strategy": "fedavg"}))
+        job = Job(client="a", params=MODEL, round=0, options=importance_options(config))
+        if is_asked:
+            policy(config)._check_action("importance", job)
+            continue
+        with pytest.raises(ProtocolError, match=r"the server asks for importance, and .* say .*train, evaluate"):
+            policy(config)._check_action("importance", job)
