@@ -253,6 +253,21 @@ NO_GLOBAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
+def test_of_very_many_clients_models_are_written_when_they_are_asked_for(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = run_config(small("bert", ("kind",), strategy="fedavg", rounds=1))
+    monkeypatch.setattr("atlas_fl.experiment.export.MOST_EXPORTED", 1)
+    notes: list[str] = []
+    config = small("bert", ("kind",), strategy="fedavg", rounds=1, name="many")
+    many = run_config(config, on_event=lambda event: notes.append(getattr(event, "text", "")))
+    said = f"2 models are not written one by one; atlas export {many.folder} --client NAME --to FOLDER writes one"
+    assert said in notes and not (many.folder / "adapters").exists()
+    written = export_client(many.folder, client="kind-0", to=tmp_path / "one")
+    name = "adapter_model.safetensors"
+    assert (written / name).read_bytes() == (few.folder / "adapters/kind-0" / name).read_bytes()
+
+
 @pytest.mark.parametrize("method", NO_GLOBAL)
 def test_who_has_no_global_model_says_why(
     small: Make, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]

@@ -66,13 +66,28 @@ LACKS_PRIOR = (
 """The one line of an export whose head has no bias."""
 
 
+MOST_EXPORTED = 1000
+"""Most models that a run writes at its end, a folder each."""
+
+
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
-    """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`."""
+    """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`.
+
+    Of more than `MOST_EXPORTED` none: `export_client` writes any of them from the checkpoint.
+    """
     config, site = assembly.config, assembly.site
     exported = models
     if assembly.is_full and not config.training.prior_correction:
         # equal models of clients with priors of their own do not score alike
         exported = {name: models[name] for name in dict.fromkeys(deduplicate_models(models).values())}
+    if len(exported) > MOST_EXPORTED:
+        on_event(
+            Note(
+                f"{len(exported):,} models are not written one by one;"
+                f" atlas export {folder.path} --client NAME --to FOLDER writes one"
+            )
+        )
+        return
     notes: dict[str, None] = {}
     rows = {row["client"]: row for row in label_statistics(assembly.clients)}
     for client, params in exported.items():
