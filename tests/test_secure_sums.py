@@ -13,6 +13,7 @@ from scipy.stats import chisquare, kstest
 
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.secure_sums import (
+    CLAIM_BYTES,
     COMMIT_BYTES,
     PRIME,
     SECRET_BYTES,
@@ -33,6 +34,9 @@ from atlas_fl.secure_sums import (
     stream,
     sum_in_process,
 )
+
+KEY = COMMIT_BYTES + CLAIM_BYTES
+"""Where the key begins in a client's first message."""
 
 
 def terms_of(n: int, *, about: str = "run, round 1", bound: float = 8.0) -> Terms:
@@ -368,10 +372,10 @@ def test_keys_that_their_client_has_not_signed_for_this_run_are_refused() -> Non
     other.signers.update(run.signers)
     earlier = Identity(name="c3", book=other.book, signer=run.signers["c3"], examples=10)
     with refused("brings keys of c3 that it has not signed for this run"):
-        made.clients["c0"].answer("shares", {**made.keys, "c3": made.keys["c3"][:COMMIT_BYTES] + earlier.public})
+        made.clients["c0"].answer("shares", {**made.keys, "c3": made.keys["c3"][:KEY] + earlier.public})
     with refused("brings keys of c2 that it has not signed"):
         made.clients["c1"].answer("shares", {**made.keys, "c2": made.keys["c3"]})
-    count = COMMIT_BYTES + 32 + 7  # the last byte of the number of examples, which its weight follows from
+    count = KEY + 32 + 7  # the last byte of the number of examples, which its weight follows from
     more = made.keys["c3"][:count] + b"\xff" + made.keys["c3"][count + 1 :]
     with refused("brings keys of c3 that it has not signed"):
         made.clients["c2"].answer("shares", {**made.keys, "c3": more})
@@ -435,4 +439,4 @@ def test_a_key_that_is_no_point_is_refused() -> None:
     signature = run.signers["c1"].sign(run.book.signed("c1", zero), ECDSA(SHA256()))
     said = bytes(32) + (10).to_bytes(8, "big") + len(signature).to_bytes(1, "big") + signature
     with refused("brings a public key of c1 that is none"):
-        made.clients["c0"].answer("shares", {**made.keys, "c1": made.keys["c1"][:COMMIT_BYTES] + said})
+        made.clients["c0"].answer("shares", {**made.keys, "c1": made.keys["c1"][:KEY] + said})

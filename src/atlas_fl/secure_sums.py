@@ -14,8 +14,9 @@ Every client is off by c / R at most. A value beyond c is refused: it is neither
 
 Bonawitz et al. 2017, "Practical secure aggregation for privacy-preserving machine learning" (CCS), the variant against
 a server that lies, on the complete graph, with t = floor(2 n / 3) + 1. Instead of a new key of a client for each sum
-its s_kl of that sum are shared. A server and t - 1 clients that tell each other everything learn the sum of the others
-and no more; to give two lists of survivors it needs n / 3 clients that help.
+its s_kl of that sum are shared. A server and c < t clients that tell each other everything learn one sum of t - c or
+more of the others; to give two lists of survivors it needs n / 3 clients that help. Each client claims with its keys
+what it began with and how many it wants in the sum (`claims_that_hold`), to all alike: masks follow from the claims.
 """
 
 import os
@@ -51,6 +52,9 @@ MOST = 1024
 SECRET_BYTES = 16
 SHARE_BYTES = 17
 COMMIT_BYTES = 32
+CLAIM_BYTES = 66
+"""Digests of the tensors that all clients of a sum begin with (32), and of all that a client shares (32); how many it
+wants in the sum that begin with the latter (2)."""
 STEPS = ("keys", "shares", "mask", "confirm", "reveal")
 """A client's answers, in their order."""
 Messages: TypeAlias = Mapping[str, bytes]
@@ -85,6 +89,11 @@ class Terms:
     def threshold(self) -> int:
         """t: shares that give a secret, and the fewest survivors."""
         return 2 * len(self.clients) // 3 + 1
+
+    def check_enough(self, clients: Collection[str], what: str) -> None:
+        """Raise ProtocolError where so few clients give no sum."""
+        if len(clients) < (least := max(LEAST, self.threshold)):
+            raise ProtocolError(f"{len(clients)} of {len(self.clients)} clients {what}, and {least} are needed")
 
     @property
     def levels(self) -> int:
@@ -182,8 +191,8 @@ class KeyBook:
         return repr((self.run, name, *key)).encode()
 
     def read(self, name: str, message: bytes) -> PublicKey:
-        """The key in a client's message, X25519's (32), examples (8), size of the signature (1), it, certificate."""
-        said = message[COMMIT_BYTES:]
+        """The key behind the claim in a client's message: X25519's (32), examples (8), signature's size (1), both."""
+        said = message[COMMIT_BYTES + CLAIM_BYTES :]
         if (name, said) not in self._known:
             key = PublicKey(said[:32], int.from_bytes(said[32:40], "big"))
             end = 41 + int.from_bytes(said[40:41], "big")
@@ -237,6 +246,8 @@ class SumClient:
     terms: Terms
     vector: Vector
     noise: Noise | None = None
+    claim: bytes = bytes(CLAIM_BYTES)
+    """The model that it began with, as the others have to see it (`claims_that_hold`)."""
     survivors: tuple[str, ...] = ()
     """Clients whose y came."""
     _list: bytes = b""
@@ -244,6 +255,8 @@ class SumClient:
     _own: bytes = field(default_factory=lambda: os.urandom(SECRET_BYTES))
     _key: bytes = field(default_factory=lambda: os.urandom(SECRET_BYTES))
     _keys: dict[str, PublicKey] = field(default_factory=dict)
+    _messages: Messages = field(default_factory=dict)
+    """What everyone has said with its key."""
     _channels: dict[str, bytes] = field(default_factory=dict)
     """By other client the key of what both seal for each other."""
     _seeds: dict[str, bytes] = field(default_factory=dict)
@@ -264,8 +277,8 @@ class SumClient:
         return steps[STEPS.index(step)](told)
 
     def _public(self, _: Messages) -> Messages:
-        """For everyone the digest of b, and the public key."""
-        return {"": sha256(self._own).digest() + self.identity.public}
+        """For everyone the digest of b, the claim, and the public key."""
+        return {"": sha256(self._own).digest() + self.claim + self.identity.public}
 
     def _share(self, keys: Messages) -> Messages:
         """For each client its shares of b and of the key, which it alone can read; for the server the sealed seeds."""
@@ -273,7 +286,9 @@ class SumClient:
         self._keys = {name: self.identity.book.read(name, message) for name, message in keys.items()}
         if keys[self.name] != self._public({})[""]:
             raise _refusal("brings other keys of this client than its own")
-        everyone = self.terms.digest(sorted(keys.items()))  # with b's digest of each, which no other sum has
+        self._messages = keys
+        # with b's digest of each, which no other sum has, and its claim, which so is the same to all
+        everyone = self.terms.digest(sorted(keys.items()))
         points = [self.terms.clients.index(name) + 1 for name in keys]
         own, key = (split_secret(one, points=points, threshold=self.terms.threshold) for one in (self._own, self._key))
         sealed = {}
@@ -299,6 +314,7 @@ class SumClient:
                     f"shares of {name} in a secure sum are not for this client and these keys: {name} or the server"
                     " does not keep to the protocol; nothing more of this sum was sent"
                 ) from None
+        self._check_claims(self._shares)
         total = self.terms.quantise(self.vector({name: key.examples for name, key in self._keys.items()}))
         if self.noise is not None:
             total += self.noise
@@ -312,6 +328,7 @@ class SumClient:
         self._check_names(survivors, "survivors")
         if odd := sorted(survivors.keys() - self._shares.keys()):
             raise _refusal(f"says that {odd[0]} survived, which never began")
+        self._check_claims(survivors)
         self.survivors = tuple(sorted(survivors))
         self._list = self.terms.digest(sorted(self._shares), self.survivors)
         return {name: self._seal(name, self._list) for name in self.survivors if name != self.name}
@@ -337,6 +354,14 @@ class SumClient:
         if len(names) < least or self.name not in names or not set(names) <= set(self.terms.clients):
             raise _refusal(f"brings {what} of {len(names)} clients; allowed: {least} or more of the agreed, with this")
 
+    def _check_claims(self, names: Collection[str]) -> None:
+        if odd := {*names}.difference(claims_that_hold({name: self._messages[name] for name in names})):
+            raise DataError(
+                f"in a secure sum {min(odd)} began with another model than most, or too few for its --secure began with"
+                " its own and are left; nothing more of this sum was sent: bring back who left, or ask who runs the"
+                " server"
+            )
+
     def _seal(self, to: str, message: bytes) -> bytes:
         # a key is of two clients and one sum, in which each sends the other one message a step
         return AESGCM(self._channels[to]).encrypt(self._nonce(self.name < to), message, None)
@@ -347,6 +372,22 @@ class SumClient:
     def _nonce(self, is_first: bool) -> bytes:
         """A nonce of this direction and of `shares`, which `mask` opens, or `confirm`, which `reveal` opens."""
         return bytes([is_first, self._said // 2, *bytes(10)])
+
+
+def claims_that_hold(messages: Messages) -> list[str]:
+    """The clients among these that began with what most began with, each of them with as many as it claims.
+
+    `messages` are those of `keys`. Out of a sum of clients that began with different models the server could read
+    updates: with a head of zeros an adapter has no gradient.
+    """
+    claims = {name: message[COMMIT_BYTES:][:CLAIM_BYTES] for name, message in messages.items()}
+    common = Counter(claim[:32] for claim in claims.values()).most_common(1)
+    counts = Counter(claim[:64] for claim in claims.values())
+    return [
+        name
+        for name, claim in claims.items()
+        if claim[:32] == common[0][0] and counts[claim[:64]] >= int.from_bytes(claim[64:], "big")
+    ]
 
 
 def open_sum(
@@ -403,6 +444,7 @@ def run_sum(terms: Terms, book: KeyBook, ask: Ask, *, size: int) -> SumResult:
     What a client says that is no answer leaves it out.
     """
     sizes = {way: Counter[str]() for way in ("up", "down")}
+    begun = dict[str, bytes]()
 
     def take(step: str, told: Mapping[str, Messages], parts: Collection[str] | None = None) -> dict[str, Messages]:
         answers = {}
@@ -412,10 +454,11 @@ def run_sum(terms: Terms, book: KeyBook, ask: Ask, *, size: int) -> SumResult:
                 answers[name] = said
                 sizes["up"][name] += sum(map(len, said.values())) if step != "mask" else 0
             sizes["down"][name] += sum(map(len, told[name].values()))
-        if len(answers) < (least := max(LEAST, terms.threshold)):
-            raise ProtocolError(
-                f"{len(answers)} of {len(terms.clients)} clients have answered {step}, and {least} are needed"
-            )
+        terms.check_enough(answers, f"have answered {step}")
+        begun.update({name: said[""] for name, said in answers.items() if step == "keys"})
+        if step in STEPS[:3]:  # with the rest the others would give no sum
+            answers = {name: answers[name] for name in claims_that_hold({name: begun[name] for name in answers})}
+            terms.check_enough(answers, f"have answered {step} with as many of one start as their --secure asks for")
         return answers
 
     def fits(step: str, name: str, said: Messages) -> bool:

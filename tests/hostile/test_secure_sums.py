@@ -15,17 +15,17 @@ from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.deployment.settings_policy import key_book
-from atlas_fl.errors import ConfigError, DataError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.protocol.messages import read_packed, write_packed
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.sessions import NO_TENSORS
-from atlas_fl.secure_sums import COMMIT_BYTES, STEPS, Identity
+from atlas_fl.secure_sums import CLAIM_BYTES, COMMIT_BYTES, STEPS, Identity
 from atlas_fl.storage.jsonl import read_json
 from tests.hostile.federation import ServerGoneError
 from tests.hostile.servers import Kept, Recording, lie_to, record, welcomed
-from tests.runs.reading import audited, passing_audit, same_tensors, state
+from tests.runs.reading import audited, passing_audit, rows, same_tensors, state
 
 FOUR = tuple(f"movie-{k}" for k in range(4))
 GIVEN = {"strategy": "fedit", "ranks": "4", "secure": True, "clients_per_task": 4, "rounds": 2, "max_share": 0.5}
@@ -85,6 +85,24 @@ def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
         _, client, key = name.split("/")
         assert (one - found.whole[client][key]).abs().max() <= 1e-5, name
     passing_audit(found.found.folder)
+
+
+@pytest.mark.slow
+def test_sites_of_two_tasks_sum_adapters_over_both_and_heads_apart(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    six = tuple(f"{task}-{k}" for task in ("movie", "trec") for k in range(3))
+    given = {**GIVEN, "strategy": "fedavg", "space": "factors", "clients_per_task": 3, "alone": "none"}
+    found = record(shared_config(tasks=("movie", "trec"), name="tasks", **given), tmp_path, six, secure=3)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder)
+    said = [row["reason"].partition(",")[0] for row in rows(found.found.folder) if row.get("event") == "summed"]
+    whole = [
+        "the adapters of 6 of 6 clients",
+        "the head of movie of 3 of 3 clients",
+        "the head of trec of 3 of 3 clients",
+    ]
+    assert sorted(said) == sorted(2 * whole)
 
 
 @pytest.mark.slow
@@ -238,7 +256,8 @@ def own_certificate(folder: Path) -> Callable[[dict[str, Any], dict[str, Any]], 
     def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
         book = key_book(replace_settings(GIVEN, base=Config()), ca=certs.ca)
         identity = Identity(name="movie-3", book=book, signer=private_key_of(certs), certificate=certs.cert)
-        return head, write_packed({**read_packed(tensors), "movie-3": bytes(COMMIT_BYTES) + identity.public})
+        said = bytes(COMMIT_BYTES + CLAIM_BYTES) + identity.public
+        return head, write_packed({**read_packed(tensors), "movie-3": said})
 
     return lie
 
@@ -290,16 +309,8 @@ def test_other_clients_in_a_later_round_and_a_second_sum_in_one_are_refused(usua
         site._check(dataclasses.replace(group, what="others"), round=2)
     again = dataclasses.replace(site, _sums={}, least=3)
     again._check(group, round=2)
-    with pytest.raises(ProtocolError, match="are of other clients than before, and their difference would show"):
+    with pytest.raises(ProtocolError, match=r"another sum of the adapters by .*movie-1-sums, and both together would"):
         again._check(dataclasses.replace(group, clients=FOUR[:3]), round=2)
-
-
-def test_a_round_that_is_done_again_has_the_same_survivors(usual: Recording) -> None:
-    site = site_of(usual)
-    group = SumGroup(clients=FOUR, keys=next(iter(site._sums)), what="the adapters")
-    site._check_again(group, FOUR)  # a server that was killed
-    with pytest.raises(DataError, match="the sum of round 2 was of 4 sites and is of 3 now, and their difference"):
-        site._check_again(dataclasses.replace(group, keys=group.keys[1:]), FOUR[1:])
 
 
 # settings

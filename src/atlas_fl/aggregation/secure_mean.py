@@ -62,6 +62,8 @@ class SumSettings:
     """Standard deviation of the noise in a sum; of t - 1 clients' where they add it."""
     clip: float = 0.0
     """S, the largest norm of a client's change, where clients add the noise; 0 where they add none."""
+    share: tuple[str, ...] = ("A", "B", "head")
+    """Parts of a model of which there are sums."""
 
     def terms(self, group: SumGroup, *, round: int = 0) -> Terms:
         """The terms of the sum of this group in one round."""

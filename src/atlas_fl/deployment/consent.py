@@ -52,8 +52,8 @@ class SiteChoices:
     NAME-privacy or NAME-runs beside the secret; that of the settings by default. Settings with a larger one are
     refused."""
     secure: int = 0
-    """Fewest sites of a secure sum that this one takes part in, 3 or more: settings without --secure are refused
-    then. 0 makes no demand."""
+    """Fewest sites at the end of a secure sum that this one takes part in, 3 or more: settings without --secure are
+    refused then. 0 makes no demand."""
     task: str
     """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     device: str

@@ -1,8 +1,9 @@
 """Differential privacy that the examples of a site have spent, in a file beside its secret, over all runs.
 
 A job is paid for before it is trained, so that a site that is killed has paid. The same question asked again costs
-nothing: its answer is the same, bit for bit (`client.private_training`). Of noisy secure sums another file remembers
-what was answered, since the noise is that of one answer. A run with `--dp client` is paid for as a whole.
+nothing: its answer is the same, bit for bit (`client.private_training`). Of secure sums another file remembers of which
+clients they were, since two would show who is in one alone, and with noise what was answered, since the noise is that
+of one answer. A run with `--dp client` is paid for as a whole.
 """
 
 from collections import Counter
@@ -52,7 +53,7 @@ class PrivacyRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SumRecord:
-    """The noisy sums that a site has answered, over all runs: each tensor once a round, as its noise is meant for."""
+    """The secure sums that a site has answered, over all runs: of its adapters and of its head each one a round."""
 
     path: Path
 
@@ -61,7 +62,10 @@ class SumRecord:
         paid = read_sealed(self.path, "sums")["sums"] if self.path.exists() else {}
         if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
             what = odd[0].partition(" of ")[0]
-            raise DataError(f"this site has answered another sum of {what}, and answers one; ask who runs the server")
+            raise DataError(
+                f"this site has answered another sum of {what} by {self.path}, and both together would show single"
+                " sites; bring back who was in it, or begin a run with another --seed"
+            )
         if not sums.keys() <= paid.keys():
             write_sealed(self.path, {"sums": {**paid, **sums}})
 

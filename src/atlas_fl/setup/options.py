@@ -63,8 +63,8 @@ def strategy_of(config: Config) -> Method:
 
 def sum_settings(config: Config) -> SumSettings:
     """The settings of secure sums, at the server as at its sites."""
-    mixing = config.mixing
-    return SumSettings(run=config_hash(config), bound=mixing.secure_range, max_share=config.robust.max_share)
+    mixing, run = config.mixing, config_hash(config)
+    return SumSettings(run=run, bound=mixing.secure_range, max_share=config.robust.max_share, share=mixing.share)
 
 
 def parts_of_config(config: Config) -> tuple[Part, ...]:

@@ -1,9 +1,12 @@
 """Secure sums across machines: what a site says in the place of its update, and what the server asks it for.
 
 A step of a sum (`secure_sums.STEPS`) is a job as any other: the server goes on with who has answered by the deadline.
-The sites' certificates, which the authority has signed, say whose keys are whose. With `--dp client` a site clips its
-change and adds its share of the noise, which follows from its secret and from all that it hides: the same sum that is
-asked for again has the same noise, and no other sum of a round is answered (`pay`).
+The sites' certificates, which the authority has signed, say whose keys are whose. A site takes part in one sum of its
+adapters and of its head a round, always of the same clients, and remembers so over restarts (`pay`): the difference of
+two sums would show who is in one of them. All clients of a sum began with the same adapters, and N of `--secure N` with
+the same head, or they get no sum (`secure_sums.claims_that_hold`). With `--dp client` a site clips its change and adds
+its share of the noise, which follows from its secret and from all that it hides: the same sum that is asked for again
+has the same noise.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +16,7 @@ from typing import Any
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
-from atlas_fl.params import Params, digest
+from atlas_fl.params import HEAD, Params, digest, select, shared_params
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
 from atlas_fl.runtime.transport.frames import Head
@@ -38,32 +41,31 @@ class SumSite:
     identity: Identity
     settings: SumSettings
     least: int = LEAST
-    """Fewest clients of a sum that it takes part in."""
+    """Fewest clients, which began with its model, that it is in a sum with, itself one of them."""
     secret: bytes = b""
     """The site's own, from which its share of the noise is drawn."""
-    pay: Callable[[Mapping[str, str]], None] = lambda _: None
+    pay: Callable[[Mapping[str, str]], None]
     """Records what is answered, by place in the run; raises DataError where something else was answered there."""
     _head: Any = field(default=None, init=False)
     _group: SumGroup = field(init=False)
     """The newest group, and as the server has written it: to read all its names costs more than most steps."""
     _round: int = 0
+    _start: Params = field(default_factory=dict)
+    """What is shared of the model that this round began with."""
     _trained: Params = field(default_factory=dict)
     """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
     _change: Params = field(default_factory=dict)
     """The clipped change of this round where it adds noise."""
-    _clients: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By tensor the clients of its first sum, which stay."""
     _sums: dict[tuple[str, ...], SumClient] = field(default_factory=dict)
     """The sums of this round by their tensors."""
-    _survivors: dict[tuple[int, str], tuple[str, ...]] = field(default_factory=dict)
-    """By round and tensor the list of survivors that it has confirmed."""
 
     def withhold(self, job: Job, head: Head, tensors: Params) -> tuple[Head, Params]:
         """The answer to a job of training without the trained tensors."""
         trained = {key.removeprefix("param/"): one for key, one in tensors.items() if key.startswith("param/")}
-        self._round, self._trained = job.round, {**job.params, **trained}
+        self._round, self._start = job.round, shared_params(job.params, self.settings.share)
+        self._trained = {**self._start, **trained}
         if self.settings.clip:
-            self._trained, self._change = job.params, clipped_change(job.params, trained, self.settings.clip)
+            self._trained, self._change = self._start, clipped_change(self._start, trained, self.settings.clip)
         self._sums.clear()
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
         return {**head, "withheld": sorted(trained)}, rest
@@ -80,31 +82,42 @@ class SumSite:
             vector = self.settings.vector(group, self.identity.name, self._trained, self._change)
             terms = self.settings.terms(group, round=self._round)
             noise = self._noise(group, terms.digest()) if self.settings.clip else None
-            self._sums[group.keys] = SumClient(identity=self.identity, terms=terms, vector=vector, noise=noise)
+            self._sums[group.keys] = SumClient(
+                identity=self.identity, terms=terms, vector=vector, noise=noise, claim=self._claim(group)
+            )
         if group.keys not in self._sums:
             raise ProtocolError(f"the server asks for {short_repr(step)} of a sum that has not begun; ask who runs it")
         answer = write_packed(self._sums[group.keys].answer(step, read_packed(tensors)))
         if step == "confirm":
-            self._check_again(group, self._sums[group.keys].survivors)
+            survivors = " ".join(self._sums[group.keys].survivors)
+            self._pay(group, f"in round {self._round} of {self.settings.run}, survivors", survivors)
         return answer
+
+    def _claim(self, group: SumGroup) -> bytes:
+        """The model that this site began with: who shares its head shares all, and adapters several tasks share."""
+        has_head = any(key.startswith(HEAD) for key in group.keys)
+        common = self._start if has_head else select(self._start, group.keys)
+        return bytes.fromhex(digest(common) + digest(self._start)) + self.least.to_bytes(2, "big")
 
     def _noise(self, group: SumGroup, terms: bytes) -> Noise:
         """This site's share of the noise in this sum, which it pays for first."""
         changes = {f"change/{key}": one for key, one in self._change.items()}
         question = f"{terms.hex()} {digest({**self._trained, **changes})}"
-        self._pay(group, "", question)
+        self._pay(group, f"in round {self._round} of {self.settings.run}", question)
         size = sum(self._trained[key].numel() for key in group.keys)
         return self.settings.noise(group, size, derive_secret(self.secret, "share of noise", question))
 
-    def _pay(self, group: SumGroup, what: str, value: str) -> None:
-        self.pay({f"{key} in round {self._round} of {self.settings.run}{what}": value for key in group.keys})
+    def _pay(self, group: SumGroup, place: str, value: str) -> None:
+        self.pay({f"the {'head' if key.startswith(HEAD) else 'adapters'} {place}": value for key in group.keys})
 
     def _check(self, group: SumGroup, *, round: int) -> None:
         """Raise DataError in a round without training here, ProtocolError for a sum that breaks the protocol."""
         if round != self._round:
             raise DataError(f"this site has trained nothing in round {round} since its start, and is in no sum of it")
         summed = {key for keys in self._sums for key in keys}
-        if not {*group.keys} <= self._trained.keys() - summed:
+        heads = {key for key in self._trained if key.startswith(HEAD)}
+        parts = [sorted(keys) for keys in (self._trained, heads, self._trained.keys() - heads) if keys]
+        if sorted(group.keys) not in parts or summed & {*group.keys}:
             raise ProtocolError(
                 "the server's sum is not of the model that this site has trained, or is its second; nothing was sent:"
                 " ask who runs it"
@@ -114,20 +127,7 @@ class SumSite:
                 f"the server's sum of {short_repr(group.what)} is of {len(group.clients)} sites, and this one takes"
                 f" part in sums of {self.least} or more, with it; nothing was sent: ask who runs it"
             )
-        if any(self._clients.setdefault(key, group.clients) != group.clients for key in group.keys):
-            raise ProtocolError(
-                "the server's sums are of other clients than before, and their difference would show single ones;"
-                " nothing was sent: ask who runs it"
-            )
-
-    def _check_again(self, group: SumGroup, survivors: tuple[str, ...]) -> None:
-        """Raise DataError where a round that is done again has other survivors: the difference would show who left."""
-        if self.settings.clip:
-            self._pay(group, ", survivors", " ".join(survivors))
-        for key in group.keys:
-            before = self._survivors.setdefault((self._round, key), survivors)
-            if before != survivors:
-                raise DataError(
-                    f"the sum of round {self._round} was of {len(before)} sites and is of {len(survivors)} now, and"
-                    " their difference would show single ones; bring back who was in it"
-                )
+        try:
+            self._pay(group, f"of {self.settings.run}, clients", " ".join(group.clients))
+        except DataError as error:
+            raise ProtocolError(str(error)) from None
