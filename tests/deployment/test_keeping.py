@@ -1,17 +1,21 @@
 """A site's model is there in full with a receipt, or not at all; and nothing of a user's is taken for one."""
 
 import errno
+import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from atlas_fl.deployment.privacy_record import SumRecord
 from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
 from atlas_fl.deployment.site import SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note
-from atlas_fl.runtime.protocol.private_params import Owner, check_store
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import write_sealed
 
@@ -47,6 +51,23 @@ def test_what_is_no_model_of_this_client_is_in_the_way(written: Path, tmp_path: 
     receipt.write_text(receipt.read_text().replace("0123456789", "0123456788"))
     with pytest.raises(ConfigError, match="model exists already"):
         read_receipt(written, client="site-1")
+
+
+def test_what_a_site_keeps_can_be_read_by_its_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_model(tmp_path / "a-adapter", RECEIPT, export)
+        own = {"share": ("B",), "names": lambda _: frozenset({"q"}), "draw": dict, "scale": float, "rounds": 1}
+        (tmp_path / "given").mkdir()
+        for folder in (tmp_path / "a-private", tmp_path / "given"):
+            owner = Owner(client="a", config=RECEIPT.config)
+            PrivateParamStore(folder=folder, owner=owner, **own)._keep({"q": torch.ones(2)}, 1)
+        SumRecord(path=tmp_path / "a-sums").pay({"a sum": "its digest"})
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    folders = dict.fromkeys(("a-adapter", "a-private", "given"), 0o700)
+    assert modes == {**folders, "a-sums": 0o600, ".a-sums.lock": 0o600}
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(bytes(999) + b"1"), Path.unlink])

@@ -1,5 +1,7 @@
 """What a site pays of its differential privacy: before it trains, once for a question, never more than its budget."""
 
+import copy
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_pat
     for number in (1, 2, 2, 3):  # a record of each session of a site that is started again
         assert PrivacyRecord(path=path, most=None).pay(f"{number}", 40, OPTIONS, 10) == 10 * number
     paid = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"epsilon 1\.\d+ with this round by .*a-privacy; allowed: 1; bring"):
+    spent = r"epsilon 1\.\d+ at delta 0\.001 with this round by .*a-privacy; allowed: 1; bring"
+    with pytest.raises(ConfigError, match=spent):
         PrivacyRecord(path=path, most=None).pay("4", 40, OPTIONS, 10)
     assert path.read_bytes() == paid, "nothing is recorded of what was refused"
     assert PrivacyRecord(path=path, most=None).pay("3", 40, OPTIONS, 10) == 30, "the same question is still answered"
@@ -48,7 +51,8 @@ def test_runs_with_client_privacy_add_up_and_one_that_was_paid_goes_on(tmp_path:
         account, whole = tmp_path / f"a-{unit}-runs", epsilon_of_sums([(2.0, unit, 12)], 1e-2)
         pay_run(account, "one", (2.0, unit, 6), delta=1e-2, most=whole)
         paid = account.read_bytes()
-        with pytest.raises(ConfigError, match=rf"epsilon {whole:.4g} with this run by .*-runs; allowed: .*; leave"):
+        spent = rf"epsilon {whole:.4g} at delta 0\.01 with this run by .*-runs; allowed: .*; leave"
+        with pytest.raises(ConfigError, match=spent):
             pay_run(account, "two", (2.0, unit, 6), delta=1e-2, most=whole - 0.01)
         pay_run(account, "one", (2.0, unit, 6), delta=1e-2, most=0.1)
         assert account.read_bytes() == paid, "nothing is recorded of what was refused, and what was paid goes on"
@@ -59,7 +63,40 @@ def test_runs_with_client_privacy_add_up_and_one_that_was_paid_goes_on(tmp_path:
     assert epsilon_of_sums([(2.0, 0.0, 12)], 1e-2) == pytest.approx(once, abs=1e-3)
 
 
-def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
+def test_no_later_delta_makes_what_was_paid_cheaper(tmp_path: Path) -> None:
+    """By hand: two runs of one cost are one of twice the sums, at the smaller delta of both, whichever came first."""
+    whole = epsilon_of_sums([(2.0, 0.0, 12)], 1e-2)
+    for first, second in ((1e-2, 0.9), (0.9, 1e-2)):
+        account = tmp_path / f"{first}-runs"
+        pay_run(account, "one", (2.0, 0.0, 6), delta=first, most=whole)
+        with pytest.raises(ConfigError, match=rf"epsilon {whole:.4g} at delta 0\.01 with this run"):
+            pay_run(account, "two", (2.0, 0.0, 6), delta=second, most=whole - 0.01)
+        pay_run(account, "two", (2.0, 0.0, 6), delta=second, most=whole + 1e-9)
+        assert read_json(account)["delta"] == 1e-2
+    record = PrivacyRecord(path=tmp_path / "a-privacy", most=1.1)
+    record.pay("1", 40, OPTIONS, 30)  # spends its epsilon of 1 at delta .001
+    with pytest.raises(ConfigError, match=r"at delta 0\.001 with this round"):
+        record.pay("2", 16, replace(OPTIONS, delta=None, epsilon=0.9), 12)  # 16 rows: .047
+
+
+def test_two_federations_at_once_pay_for_all_that_they_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy_record, "epsilon_of_all", lambda *_: 0.0)
+    record = PrivacyRecord(path=tmp_path / "a-privacy", most=None)
+    record.pay("first", 40, OPTIONS, 10)
+
+    def pay(federation: str) -> None:
+        for number in range(20):
+            record.pay(f"{federation}{number}", 40, OPTIONS, 10)
+
+    threads = [threading.Thread(target=pay, args=(federation,)) for federation in "xy"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_json(record.path)["paid"]) == 41
+
+
+def test_a_damaged_record_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "a-privacy"
     PrivacyRecord(path=path, most=None).pay("1", 40, OPTIONS, 10)
     for text in (path.read_text().replace("10", "1"), '{"mine": 1}'):
@@ -72,7 +109,7 @@ def test_a_record_that_was_altered_is_no_record(tmp_path: Path) -> None:
 def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same_one(
     tiny_of, site_of, spec_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By equal noise under two start models, or with and without an example, a difference would show the examples."""
+    """By equal noise under two models, scales or settings, or with and without an example, a difference shows them."""
     monkeypatch.setattr(privacy_record, "epsilon_of_all", lambda *_: 0.0)
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=12)
     record = PrivacyRecord(path=tmp_path / "a-privacy", most=100.0)
@@ -91,6 +128,8 @@ def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same
     assert noise(first) == drawn
     assert noise(replace(first, options=replace(options, hash_loaded=True))) == drawn, "an audit changes no draw"
     assert len(read_json(record.path)["paid"]) == 1
+    other_backbone = replace(site.backbone, model=copy.deepcopy(site.backbone.model))
+    next(iter(other_backbone.parameters.values())).data.add_(1e-3)
     fewer = replace(site, data=site_of(tiny, replace(spec, examples=11)).data)
     shared = replace(site, secrets={"a-0": b"t" * 32})
     drawn_otherwise = [
@@ -98,11 +137,16 @@ def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same
         noise(replace(first, round=2)),
         noise(replace(first, options=replace(options, clip=2e-6))),
         noise(first, fewer),
+        noise(first, replace(site, scale=lambda rank: 2 * site.scale(rank))),
+        noise(first, replace(site, settings="other settings")),
+        noise(first, replace(site, bf16=True)),
+        noise(first, replace(site, backbone=other_backbone)),
         noise(first, replace(shared, pay=None)),
     ]
 
     assert all(abs(value - drawn) > 1e-5 for value in drawn_otherwise)
-    assert len(read_json(record.path)["paid"]) == 5
+    assert len({*drawn_otherwise}) == len(drawn_otherwise)
+    assert len(read_json(record.path)["paid"]) == 9
 
 
 def consent(**values: object) -> SiteChoices:
@@ -121,14 +165,23 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
     check_settings(private, consent(), client=client, device="cpu_2gb")
     summed = {"dp": "client", "delta": "0.01", "update_filter": "clip=0.5", "strategy": "fedit", "ranks": "4"}
     whole = validate(with_values(Config(), {**summed, "alone": "none", "epsilon": "3"}))
-    check_settings(whole, consent(dp="client", epsilon=3.0), client=client, device="cpu_2gb")
+    check_settings(whole, consent(dp="client", epsilon=3.0, delta=0.01), client=client, device="cpu_2gb")
     no_delta = with_values(whole, {"delta": "none"})
     check_settings(no_delta, consent(), client=client, device="cpu_2gb")
     for config, choices, message in (
         (plain, {"dp": "example"}, "the server's --dp is none, and this site joins with --dp example"),
         (private, {"dp": "client"}, "the server's --dp is example, and this site joins with --dp client"),
+        (private, {"dp": "example"}, "--dp needs --epsilon, the most to be spent here; the server's is 3"),
+        (whole, {"dp": "client"}, "--dp needs --epsilon, the most to be spent here; the server's is 3"),
         (whole, {"dp": "client", "epsilon": 2.5}, r"the server's --epsilon: 3\.0; allowed: at most 2\.5"),
-        (no_delta, {"dp": "client"}, r"--delta follows from how many sites there are; ask for settings with --delta"),
+        (no_delta, {"dp": "client", "epsilon": 3.0}, r"--delta follows from its number of sites; ask for settings"),
+        (whole, {"dp": "client", "epsilon": 3.0}, r"--delta: 0\.01; allowed: at most 0\.001; .*, or change --delta"),
+        (
+            with_values(whole, {"delta": "0.99"}),
+            {"dp": "client", "epsilon": 3.0, "delta": 0.01},
+            r"--delta: 0\.99; allowed: at most 0\.01",
+        ),
+        (private, {"dp": "example", "epsilon": 3.0, "delta": 0.03}, r"--delta: 0\.037\d*; allowed: at most 0\.03;"),
         (private, {"dp": "example", "epsilon": 2.5}, r"the server's --epsilon: 3\.0; allowed: at most 2\.5"),
         (
             with_values(private, {"delta": "0.1"}),
@@ -147,6 +200,8 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
         ({"epsilon": 3.0}, "--epsilon is 3; allowed: above 0, with --dp example"),
         ({"dp": "example", "epsilon": 0.0}, "--epsilon is 0; allowed: above 0"),
         ({"dp": "site"}, "--dp is 'site'; allowed: none, example, client"),
+        ({"delta": 0.01}, r"--delta is 0\.01; allowed: above 0 and below 1, with --dp example or client"),
+        ({"dp": "client", "epsilon": 3.0, "delta": 1.0}, "--delta is 1; allowed: above 0 and below 1"),
     ],
 )
 def test_a_pin_that_says_nothing_is_one_line(values, message) -> None:

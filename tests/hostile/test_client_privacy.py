@@ -16,17 +16,19 @@ from scipy.stats import chi2
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.config import Config
+from atlas_fl.config import Config, run_folder
 from atlas_fl.deployment.privacy_record import SumRecord
-from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.deployment.service import run_id
+from atlas_fl.errors import AtlasError, ConfigError, ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.client_privacy import noisy_settings
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
+from atlas_fl.runtime.protocol import messages
 from atlas_fl.runtime.protocol.messages import write_packed
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.secure_sums import Identity, KeyBook
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
-from tests.hostile.servers import lie_to, record
+from tests.hostile.servers import Spoken, lie_to, record
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 pytest.importorskip("dp_accounting", reason="the extra dp is not installed")
@@ -78,13 +80,52 @@ def test_a_server_that_has_given_out_all_sums_gives_out_no_more(
 
 NO_NOISE = {"dp": "none", "epsilon": 8.0, "delta": None, "secure_range": 4.0}
 SUMMED = {**GIVEN, "secure": True, "secure_range": 16.0, "delta": 0.1}
+SPENDS = {"dp": "client", "epsilon": 5.0, "delta": 0.1}
+"""What a site agrees to spend."""
+
+
+@pytest.mark.slow
+def test_a_site_pays_for_every_run_of_the_same_settings_and_once_for_one_that_goes_on(
+    shared_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    found = record(shared_config(name="quarterly", **GIVEN, delta=0.1), tmp_path, THREE, **SPENDS)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    own = read_sealed(found.found.folder / "releases.json", "run")["run"]
+    account = tmp_path / "movie-0-runs"
+    spoken, certs = found.spoken["movie-0"], tmp_path / "certs" / "movie-0"
+    assert [*read_sealed(account, "runs")["runs"]] == [f"{spoken.welcome['config']} {own}"]
+
+    def ended(number: int, welcome: dict[str, Any]) -> str:
+        said = Spoken(welcome={**spoken.welcome, **welcome}, hello=spoken.hello, turns=spoken.turns)
+        return lie_to(said, lambda *_: None, tmp_path / f"{number}", "movie-0", certs=certs, **SPENDS).error
+
+    paid = account.read_bytes()
+    assert "would spend epsilon 8.963 at delta 0.1" in ended(1, {"run": "f" * 64})
+    assert "the server's welcome: run" in ended(2, {"run": None})
+    assert ended(3, {}) == "" and account.read_bytes() == paid
+
+
+def test_a_run_keeps_its_id_and_a_site_of_another_one_is_told_to_start_again(
+    shared_config: Callable[..., Config],
+) -> None:
+    first, second = (shared_config(name=name, **GIVEN) for name in ("first", "second"))
+    ids = [run_id(first), run_id(first), run_id(second), run_id(shared_config(name="third", **SUMMED))]
+    assert ids[0] == ids[1] != ids[2] and ids[3] is None
+    engine = RemoteEngine(
+        **{"manager": None, "bridge": None, "deadline_seconds": 1.0, "split_server": None, "min_clients": 0},
+        releases=run_folder(first).releases,
+    )
+    assert [engine.release(1), engine.release(1)] == [[1], [1, 1]] and run_id(first) == ids[0]
+    server = messages.Identity(version="1", config="c", model="m", architecture="a", tokenizer="t", run=ids[2])
+    with pytest.raises(ProtocolError, match=r"has run .*; start the site again, which pays for this run then"):
+        server.check("movie-0", {"run": ids[0]})
 
 
 @pytest.mark.slow
 def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
     shared_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    found = record(shared_config(name="shares", **SUMMED), tmp_path, THREE, secure=3, dp="client", epsilon=5.0)
+    found = record(shared_config(name="shares", **SUMMED), tmp_path, THREE, secure=3, **SPENDS)
     assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
     passing_audit(found.found.folder, "epsilon")
     spent = {row["round"]: row["epsilon"] for row in rows(found.found.folder) if row.get("split") == "train"}
@@ -106,10 +147,11 @@ def test_sites_add_their_noise_to_secure_sums_from_their_secrets(
         lambda *_: None,
         tmp_path / "again",
         "movie-0",
-        **{"certs": tmp_path / "certs" / "movie-0", "secure": 3, "dp": "client", "epsilon": 5.0},
+        **{"certs": tmp_path / "certs" / "movie-0", "secure": 3, **SPENDS},
     )
     assert re.search(
-        r"would spend epsilon 9\.084 with this run by .*movie-0-runs; allowed: 5; leave the run out", ended.error
+        r"would spend epsilon 9\.084 at delta 0\.1 with this run by .*movie-0-runs; allowed: 5; leave the run out",
+        ended.error,
     )
     assert ended.link.sent == [] and [*read_sealed(account, "runs")["runs"]] == ["another run"]
     # the noise of the first round's sum: of three clients, two of which have the stated deviation

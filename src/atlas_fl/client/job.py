@@ -17,6 +17,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Task
 from atlas_fl.methods.prior_correction import log_frequencies
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
+from atlas_fl.models.identity import model_identity
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.registry import head_shapes
@@ -80,6 +81,8 @@ class Site:
     pay: Callable[[str, int, Any, int], int] | None = None
     """(question, examples, options, steps) -> the steps paid for under these options, where a site keeps account of its
     differential privacy; raises ConfigError where they are more than its budget."""
+    settings: str = ""
+    """Hash of the run's settings."""
     references: dict[str, np.ndarray] = field(default_factory=dict)
     """Log probabilities under the frozen model by the digest of the split (`client.preferences`)."""
 
@@ -87,6 +90,12 @@ class Site:
     def modules(self) -> dict[str, nn.Module]:
         """The frozen layers that carry adapters, by name."""
         return target_modules(self.backbone, self.targets, first_block=self.first_adapted)
+
+    @cached_property
+    def arithmetic(self) -> tuple[object, ...]:
+        """All that an answer follows from beside job, data and settings: digests of the frozen model, types, device."""
+        backbone = self.backbone
+        return model_identity(backbone), backbone.held, backbone.device.type, self.bf16, self.fp16
 
     @property
     def vision(self) -> Vision:

@@ -24,7 +24,7 @@ from atlas_fl.client.draws import secret_of_question
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import LocalTrainer, num_steps, step_all, train
 from atlas_fl.client.privacy import noise_multiplier, spending
-from atlas_fl.params import Params, digest
+from atlas_fl.params import LORA_A, Params, digest
 
 
 def private_step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
@@ -75,12 +75,17 @@ def noisy_sum(copies: Sequence[Params], member: LocalTrainer, done: int) -> dict
 
 
 def _question(job: Job, site: Site) -> str:
-    """SHA-256 over all that the answer to a job follows from but the secret, the same of both halves."""
+    """SHA-256 over all that the answer to a job follows from but the secret, the same of both halves.
+
+    The hash of the settings is among it, so that a setting which this list forgets makes another question too.
+    """
     trees = {**job.sent, **job.kept}
     beside = {f"{kind}/{key}": tensor for kind, tree in trees.items() for key, tensor in tree.items()}
     # an audit's choice, which no draw follows; both halves have one division, and draw apart
     options = replace(job.options, hash_loaded=False, half=None if job.options.half is None else 0)
-    parts = (digest({**job.params, **beside}), site.data[job.client].splits["train"].digest, job.round, options)
+    scales = [site.scale(len(tensor)) for key, tensor in sorted(job.params.items()) if key.endswith(LORA_A)]
+    examples = site.data[job.client].splits["train"].digest
+    parts = (digest({**job.params, **beside}), examples, job.round, options, scales, site.settings, site.arithmetic)
     return ("halves " if options.half == 0 else "") + sha256(repr(parts).encode()).hexdigest()
 
 
@@ -97,10 +102,10 @@ def train_privately(jobs: Sequence[Job], site: Site) -> list[Update]:
 
     A site pays before it trains (`Site.pay`); a simulated client has paid for every round up to this one. Batches and
     noise of a client with a secret follow from that and from the question: the same one is answered alike, and by
-    another model, other options or other examples nothing of the noise can be taken away again.
+    another model, scale or precision, other options, settings or examples nothing of the noise can be taken away again.
     """
-    questions = {job.client: _question(job, site) for job in jobs}
-    paid = {job.client: _pay(job, site, questions[job.client]) for job in jobs}
+    questions = {job.client: _question(job, site) for job in jobs if site.pay or site.secrets}
+    paid = {job.client: _pay(job, site, questions.get(job.client, "")) for job in jobs}
     secrets = {name: secret_of_question(site.secrets[name], asked) for name, asked in questions.items() if site.secrets}
     spent = []
     for job, update in zip(jobs, train(jobs, replace(site, secrets=secrets), step=private_step), strict=True):

@@ -49,8 +49,10 @@ class SiteChoices:
     have none of whole sites."""
     epsilon: float | None = None
     """Most epsilon that the training examples here, or with --dp client this site, spend in all runs together, by
-    NAME-privacy or NAME-runs beside the secret; that of the settings by default. Settings with a larger one are
-    refused."""
+    NAME-privacy or NAME-runs beside the secret; --dp needs it. Settings with a larger one are refused."""
+    delta: float | None = None
+    """Most delta of settings with --dp; by default n^-1.1 of n training examples here, and .001 with --dp client: it is
+    to be below one over the sites, which no site can count."""
     secure: int = 0
     """Fewest sites at the end of a secure sum that this one takes part in, 3 or more: settings without --secure are
     refused then. 0 makes no demand."""
@@ -127,5 +129,7 @@ def check_consent(consent: SiteChoices) -> None:
         raise ConfigError(f"--dp is {short_repr(consent.dp)}; allowed: none, example, client")
     if consent.epsilon is not None and (consent.dp == "none" or not consent.epsilon > 0):
         raise ConfigError(f"--epsilon is {consent.epsilon:g}; allowed: above 0, with --dp example or client")
+    if consent.delta is not None and (consent.dp == "none" or not 0 < consent.delta < 1):
+        raise ConfigError(f"--delta is {consent.delta:g}; allowed: above 0 and below 1, with --dp example or client")
     if consent.most_sketch < 2:
         raise ConfigError(f"--most-sketch is {consent.most_sketch}; allowed: at least 2")

@@ -4,17 +4,32 @@ A job is paid for before it is trained, so that a site that is killed has paid. 
 nothing: its answer is the same, bit for bit (`client.private_training`). Of secure sums another file remembers of which
 clients they were, since two would show who is in one alone, and with noise what was answered, since the noise is that
 of one answer. A run with `--dp client` is paid for as a whole.
+
+An account judges all that was ever paid at the smallest delta that it has seen, so that no later run makes earlier ones
+cheaper. Several processes of a site share it.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import delta_of, epsilon_of_all, epsilon_of_sums, noise_multiplier, rate_of
 from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The content of an account, which nobody else reads or writes meanwhile; it is written unless an error ends it."""
+    with run_lock(path.parent, file=f".{path.name}.lock", waits=True):
+        account = read_sealed(path, name) if path.exists() else {name: {}}
+        yield account
+        write_sealed(path, account, mode=0o600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +45,23 @@ class PrivacyRecord:
 
         Raises ConfigError where all that was ever paid is more than the budget. Then nothing is recorded.
         """
-        paid = read_sealed(self.path, "paid")["paid"] if self.path.exists() else {}
         rate, noise = rate_of(examples, options), noise_multiplier(examples, options)
-        is_new = question not in paid
-        if is_new:
-            paid[question] = [rate, noise, steps]
-        steps_by_cost = Counter[tuple[float, float]]()
-        for q, z, count in paid.values():
-            steps_by_cost[q, z] += count
-        if is_new:
-            costs = tuple((*cost, count) for cost, count in steps_by_cost.items())
-            spent = epsilon_of_all(costs, delta_of(examples, options.delta))
-            most = options.epsilon if self.most is None else self.most
-            if spent > most:
-                raise ConfigError(
-                    f"the training examples here would spend epsilon {spent:.4g} with this round by {self.path};"
-                    f" allowed: {most:g}; bring new examples with a --secret of their own, or give a larger --epsilon"
-                )
-            write_sealed(self.path, {"paid": paid})
+        with _opened(self.path, "paid") as account:
+            paid = account["paid"]
+            if question not in paid:
+                paid[question] = [rate, noise, steps]
+                delta = account["delta"] = min(account.get("delta", 1.0), delta_of(examples, options.delta))
+                steps_by_cost = Counter[tuple[float, float]]()
+                for q, z, count in paid.values():
+                    steps_by_cost[q, z] += count
+                spent = epsilon_of_all(tuple((*cost, count) for cost, count in steps_by_cost.items()), delta)
+                most = options.epsilon if self.most is None else self.most
+                if spent > most:
+                    raise ConfigError(
+                        f"the training examples here would spend epsilon {spent:.4g} at delta {delta:.2g} with this"
+                        f" round by {self.path}; allowed: {most:g}; bring new examples with a --secret of their"
+                        " own, or give a larger --epsilon"
+                    )
         return sum(count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked)
 
 
@@ -59,15 +73,15 @@ class SumRecord:
 
     def pay(self, sums: Mapping[str, str]) -> None:
         """Record what is answered at these places; raises DataError where something else was."""
-        paid = read_sealed(self.path, "sums")["sums"] if self.path.exists() else {}
-        if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
-            what = odd[0].partition(" of ")[0]
-            raise DataError(
-                f"this site has answered another sum of {what} by {self.path}, and both together would show single"
-                " sites; bring back who was in it, or begin a run with another --seed"
-            )
-        if not sums.keys() <= paid.keys():
-            write_sealed(self.path, {"sums": {**paid, **sums}})
+        with _opened(self.path, "sums") as account:
+            paid = account["sums"]
+            if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
+                what = odd[0].partition(" of ")[0]
+                raise DataError(
+                    f"this site has answered another sum of {what} by {self.path}, and both together would show single"
+                    " sites; bring back who was in it, or begin a run with another --seed"
+                )
+            paid |= sums
 
 
 def pay_run(path: Path, run: str, cost: Sequence[float], *, delta: float, most: float) -> None:
@@ -75,13 +89,14 @@ def pay_run(path: Path, run: str, cost: Sequence[float], *, delta: float, most: 
 
     Raises ConfigError where all runs that were ever recorded spend more than this epsilon. Then nothing is recorded.
     """
-    runs = read_sealed(path, "runs")["runs"] if path.exists() else {}
-    if run in runs:
-        return
-    runs[run] = [*cost]
-    if (spent := epsilon_of_sums([*runs.values()], delta)) > most:
-        raise ConfigError(
-            f"this site would spend epsilon {spent:.4g} with this run by {path}; allowed: {most:g}; leave the run out,"
-            " or give a larger --epsilon"
-        )
-    write_sealed(path, {"runs": runs})
+    with _opened(path, "runs") as account:
+        runs = account["runs"]
+        if run in runs:
+            return
+        runs[run] = [*cost]
+        delta = account["delta"] = min(account.get("delta", 1.0), delta)
+        if (spent := epsilon_of_sums([*runs.values()], delta)) > most:
+            raise ConfigError(
+                f"this site would spend epsilon {spent:.4g} at delta {delta:.2g} with this run by {path}; allowed:"
+                f" {most:g}; leave the run out, or give a larger --epsilon"
+            )

@@ -63,7 +63,7 @@ def occupied_error(to: Path) -> ConfigError:
 
 
 def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:
-    """Write a model with its receipt; it is there in full then, or nothing is.
+    """Write a model with its receipt, readable by its user alone; it is there in full then, or nothing is.
 
     Raises:
         ConfigError: something has come to lie there.
@@ -72,7 +72,7 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
     if to.exists():
         raise occupied_error(to)
     try:
-        with atomic_folder(to) as draft:
+        with atomic_folder(to, mode=0o700) as draft:
             export(draft)
             files = {path.name: file_sha256(path).hexdigest() for path in sorted(draft.iterdir())}
             write_sealed(draft / RECEIPT, {**asdict(receipt), "files": files})

@@ -109,7 +109,7 @@ def remote_backend(
                             max_concurrent=AT_ONCE if split_server is None else None,
                             excluded=frozenset(service.without),
                             key_book=key_book(config, ca=certs.ca) if config.mixing.secure else None,
-                            releases=folder.path / "releases.json",
+                            releases=folder.releases,
                         )
                         yield assembly, engine
                     if folder.summary.exists():

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from torch import nn
 
-from atlas_fl.config import Config, RunConfig, config_hash, to_toml
+from atlas_fl.config import Config, RunConfig, config_hash, run_folder, to_toml
 from atlas_fl.config.conflicts import MULTILABEL, kinds_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
@@ -66,6 +67,14 @@ REST_BYTES = 16 * 2**20
 """Most bytes of a request beside a model: a census, sketches, heads, importance."""
 
 
+def run_id(config: Config) -> str | None:
+    """The id of a run whose server draws noise (`--dp client`), made once in its folder; None of any other run."""
+    releases = run_folder(config).releases
+    if config.training.dp == "client" and not config.mixing.secure and not releases.exists():
+        jsonl.write_sealed(releases, {"run": token_hex(32), "rounds": []})
+    return str(jsonl.read_sealed(releases, "run")["run"]) if releases.exists() else None
+
+
 def client_manager_of(
     config: Config, listed: tuple[str, ...], bridge: LoopThread, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
@@ -84,6 +93,7 @@ def client_manager_of(
         architecture=model.architecture,
         tokenizer=model.tokenizer,
         vocabulary=model.vocabulary,
+        run=run_id(config),
     )
     if backbone.vision is None:
         most_tokens = max_sequence_length(backbone)

@@ -40,6 +40,8 @@ LEAST_HELD_OUT = 5
 MOST_DECAY = 0.1
 """Most of learning rate times weight decay, or FedProx's mu: with more, a step undoes those before it, and an update
 is of the last examples alone."""
+MOST_DELTA = 1e-3
+"""Most delta of `--dp client` where a site names none: below one over up to a thousand sites."""
 
 
 def settings_here(config: Config, chosen: SiteChoices) -> Config:
@@ -135,15 +137,19 @@ def _check_privacy(config: Config, consent: SiteChoices, client: ClientData) -> 
             f"the server's --dp is {training.dp}, and this site joins with --dp {consent.dp}; ask for other settings,"
             " or leave it out"
         )
-    if consent.epsilon is not None:
+    if consent.dp != "none":
+        if consent.epsilon is None:
+            raise ConfigError(f"--dp needs --epsilon, the most to be spent here; the server's is {training.epsilon:g}")
         _check("the server's --epsilon", training.epsilon, most=consent.epsilon, option="--epsilon")
-    if consent.dp == "client" and training.delta is None:
-        raise ConfigError("the server's --delta follows from how many sites there are; ask for settings with --delta")
+    if consent.dp == "client":
+        if training.delta is None:
+            raise ConfigError("the server's --delta follows from its number of sites; ask for settings with --delta")
+        _check("the server's --delta", training.delta, most=consent.delta or MOST_DELTA, option="--delta")
     if training.dp != "example":
         return
     examples = len(client.train)
-    most = delta_of(examples, None)
-    _check("the server's --delta", delta_of(examples, training.delta), most=most, why="it is the default")
+    most = consent.delta or delta_of(examples, None)
+    _check("the server's --delta", delta_of(examples, training.delta), most=most, option="--delta")
     noise_multiplier(examples, train_options(config, with_images=client.task.images))  # it can be found
 
 

@@ -56,7 +56,7 @@ from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
-from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
+from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo, Sha256, read
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
 from atlas_fl.runtime.transport.certificates import Certs, open_certs, private_key_of
 from atlas_fl.runtime.transport.client import Link, UnreachableError
@@ -220,9 +220,10 @@ def home_of(
     """
     # nothing that it draws follows from what the server knows
     draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
+    draws["settings"] = run or config_hash(config)
     if config.training.dp == "example":
         draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
-    owner = Owner(client=client.name, config=run or config_hash(config))
+    owner = Owner(client=client.name, config=draws["settings"])
     return SiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
 
 
@@ -361,7 +362,7 @@ def _work(
     outline = home.outline
     identity = home.model
     said |= {"config": run, "model": identity.weights, "vocabulary": identity.vocabulary}
-    said |= {"architecture": identity.architecture, "tokenizer": identity.tokenizer}
+    said |= {"architecture": identity.architecture, "tokenizer": identity.tokenizer, "run": link.welcome.get("run")}
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
     sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
@@ -370,9 +371,11 @@ def _work(
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
     if joining.dp == "client":
-        training, account = settings.training, secret.with_name(f"{name}-runs")
-        most = joining.epsilon or training.epsilon
-        pay_run(account, run, cost_of_run(settings), delta=delta_of(1, training.delta), most=most)
+        account, delta = secret.with_name(f"{name}-runs"), delta_of(1, settings.training.delta)
+        # the server's noise is another in every run, and this site's follows from the settings and its secret
+        of_server = "" if settings.mixing.secure else read(Sha256, link.welcome.get("run"), "the server's welcome: run")
+        # a site with --dp has an --epsilon, or its settings were refused
+        pay_run(account, f"{run} {of_server}", cost_of_run(settings), delta=delta, most=joining.epsilon or 0.0)
     examples = len(client.train)
     worker = SiteClient(
         name=name,

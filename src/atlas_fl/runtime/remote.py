@@ -107,9 +107,10 @@ class RemoteEngine:
 
     def release(self, round: int) -> list[int]:
         """The rounds whose noisy sums were given out, with this one from now on; one that is done again twice."""
-        rounds = read_sealed(self.releases, "rounds")["rounds"] if self.releases.exists() else []
-        write_sealed(self.releases, {"rounds": [*rounds, round]})
-        return [*rounds, round]
+        released = read_sealed(self.releases, "rounds")
+        rounds = [*released["rounds"], round]
+        write_sealed(self.releases, {**released, "rounds": rounds})
+        return rounds
 
     def sum_of(self, settings: SumSettings, group: SumGroup, size: int, round: int, /) -> SumResult:
         """The secure sum of these sites' vectors of this size; raises `ProtocolError` where it is lost."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
-from atlas_fl.config import Config, DataConfig, load_config
+from atlas_fl.config import Config, DataConfig, config_hash, load_config
 from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
@@ -230,6 +230,7 @@ def assemble(
         bf16=config.model.precision == "bf16",
         fp16=config.model.precision == "fp16",
         seed=config.run.seed,
+        settings=config_hash(config),
     )
     modules = None if images and trainable == "full" else site.modules
     shape = model_shape(backbone, modules, first_adapted=site.first_adapted)

@@ -1,6 +1,7 @@
 """Folders written whole or not at all, what is set aside, the lock of one writer, and a machine's secret.
 
-Everything is opened by `storage.folder_access`. The lock keeps two processes from resuming the same run.
+Everything is opened by `storage.folder_access`. The lock keeps two processes from resuming the same run, and from
+writing the same account.
 """
 
 import errno
@@ -27,7 +28,7 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @contextmanager
-def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
+def atomic_folder(path: Path, *, within: Path | None = None, mode: int = 0o777) -> Iterator[Path]:
     """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
 
     Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one. No part of
@@ -46,7 +47,7 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
             _remove_drafts(parent, of=path)
             os.mkdir(drafts.name, 0o700, dir_fd=parent)
             (drafts / DRAFT_MARKER).touch()
-            content.mkdir()
+            content.mkdir(mode)
             yield content
             for file in sorted(path for path in content.rglob("*") if not path.is_dir()):  # of other libraries, too
                 with folder_access.open_to_read(file, max_bytes=sys.maxsize) as opened:
@@ -108,25 +109,27 @@ def is_left_of_beginning(name: str) -> bool:
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the run in this folder; the system lets go of it when the process ends, however it ends.
+def run_lock(folder: Path, *, file: str = LOCK, waits: bool = False) -> Iterator[None]:
+    """Hold the run in this folder, or what another `file` there is the lock of.
+
+    The system lets go of it when the process ends, however it ends.
 
     Raises:
-        CheckpointError: another process holds it.
+        CheckpointError: another process holds it, and this one does not wait for that.
         OSError: what has the name of the lock is a link, or no regular file.
     """
+    path = folder / file
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with folder_access.open_to_append(
-            folder / LOCK
-        ) as file:  # whoever else has put a file there keeps what is in it
+        # whoever else has put a file there keeps what is in it; who can open a lock that is waited for can hold it
+        with folder_access.open_to_append(path, mode=0o600 if waits else 0o666) as opened:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(opened, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise CheckpointError(
                     f"run {folder} is being written by another process; wait for it, or end it and resume"
                 ) from None
-            if _is_same_file(folder / LOCK, file):
+            if _is_same_file(path, opened):
                 yield
                 return
 

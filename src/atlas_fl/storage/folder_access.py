@@ -156,13 +156,13 @@ def files_below(path: Path, *, within: Path | None = None) -> Iterator[Path]:
         folders += [entry for entry in reversed(entries) if is_inner_folder(entry)]
 
 
-def _open_file(path: Path, flags: int, *, within: Path | None, max_bytes: int | None = None) -> int:
+def _open_file(path: Path, flags: int, *, within: Path | None, max_bytes: int | None = None, mode: int = 0o666) -> int:
     """The descriptor of a regular file that is no link; one that is written to has no other name."""
     with opened_folder(path.parent, within=within) as folder, os_errors_with_path(path):
         with suppress(FileNotFoundError):
             _check_kind(os.stat(path.name, dir_fd=folder, follow_symlinks=False))
         # what it was a moment ago it need not be: the descriptor is asked again, and a pipe is not waited for
-        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         return _checked(handle, writes=writes, max_bytes=max_bytes)
 
@@ -238,14 +238,14 @@ def read_named_file(path: Path, *, max_bytes: int) -> bytes:
         return file.read()
 
 
-def open_to_append(path: Path, *, within: Path | None = None) -> BufferedWriter:
+def open_to_append(path: Path, *, within: Path | None = None, mode: int = 0o666) -> BufferedWriter:
     """A regular file opened to append to; one that is not there is made.
 
     Raises:
         OSError: it is a link, no regular file, or a hard link to a file that has another name.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    return os.fdopen(_open_file(path, flags, within=within), "ab")
+    return os.fdopen(_open_file(path, flags, within=within, mode=mode), "ab")
 
 
 def cut_file(path: Path, length: int, *, within: Path | None = None) -> None:

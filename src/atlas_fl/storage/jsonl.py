@@ -138,7 +138,7 @@ def encode_json(value: object) -> bytes:
     return (format_json(from_json(to_json(value))) + "\n").encode()
 
 
-def write_json(path: Path, value: object, *, within: Path | None = None) -> str:
+def write_json(path: Path, value: object, *, within: Path | None = None, mode: int = 0o666) -> str:
     """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
 
     No part of the path below `within` is a link (`storage.folder_access`); so it is for all readers and writers here.
@@ -147,7 +147,7 @@ def write_json(path: Path, value: object, *, within: Path | None = None) -> str:
         DataError: a number is NaN or infinite.
     """
     content = encode_json(value)
-    folder_access.write_atomic(path, content, within=within)
+    folder_access.write_atomic(path, content, within=within, mode=mode)
     return sha256(content).hexdigest()
 
 
@@ -168,14 +168,16 @@ def content_sha256(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None = None) -> None:
-    """Write a mapping as `write_json`, with the digest by which `read_sealed` finds it altered.
+def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None = None, mode: int = 0o666) -> None:
+    """Write a mapping as `write_json`, with the digest by which `read_sealed` finds it damaged.
+
+    The digest has no key: who can write the file can forge it.
 
     Raises:
         DataError: a number is NaN or infinite.
     """
     plain = from_json(to_json(content))
-    write_json(path, plain | {SEAL: content_sha256(plain)}, within=within)
+    write_json(path, plain | {SEAL: content_sha256(plain)}, within=within, mode=mode)
 
 
 def read_sealed(path: Path, *names: str, within: Path | None = None) -> dict[str, Any]:

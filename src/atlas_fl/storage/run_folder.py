@@ -61,6 +61,8 @@ class RunFolder:
     """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
     deliveries = InnerPath("heard.json")
     """Clients of a served run that have got their model at its end."""
+    releases = InnerPath("releases.json")
+    """Id of a served run whose server draws noise (`--dp client`), and the rounds whose sums it has given out."""
     sites = InnerPath("sites.json")
     """Metadata that the clients of a served run have sent."""
     checkpoints = InnerPath("checkpoints")

@@ -30,6 +30,7 @@ _OTHER_MODEL = "give the server's model with --model"
 REMEDIES: Mapping[str, str] = {
     "version": "install the same atlas-fl on both ends",
     "config": "join with the settings of this server, or leave --config out",
+    "run": "start the site again, which pays for this run then",
     "model": _OTHER_MODEL,
     "vocabulary": _OTHER_MODEL,
     "architecture": f"its config.json computes something else: {_OTHER_MODEL}",
@@ -58,6 +59,8 @@ class Identity:
     """Digests of the plug-ins of the config, sorted, with blanks between."""
     vocabulary: str | None = None
     """Digest of an output embedding of its own; None where it writes no text."""
+    run: str | None = None
+    """Id of the run, by which sites pay for it once; None where the server draws no noise."""
 
     def check(self, name: str, said: Mapping[str, Any]) -> None:
         """Raise `ProtocolError` unless this client says the same, or leaves it open."""

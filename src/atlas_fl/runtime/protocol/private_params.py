@@ -6,7 +6,7 @@ a site that is killed goes on with whatever the server names next.
 
 `vault.json` says whose the folder is, which version is the newest, which one the server named at the end, and the last
 round in which each was made or named. A folder that no store has made is refused, and nothing is removed that a store
-has not written.
+has not written. Its user alone can open the folder.
 """
 
 import re
@@ -174,6 +174,7 @@ class PrivateParamStore:
         sha256 = digest(params)
         if not (self.folder / MARK).exists():
             jsonl.write_sealed(self.folder / MARK, asdict(self.owner))
+            self.folder.chmod(0o700)
         if not self._file(sha256).exists():
             tensors.write_tensors(self._file(sha256), params)
         self._record(sha256, round, newest=sha256)
