@@ -52,6 +52,14 @@ def test_rows_that_are_drawn_are_the_same_each_time_and_keep_their_order(tmp_pat
     assert len(read(path, ",rows=20").text) == len(read(path).text) > len(drawn.text)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_note_on_an_encoding_names_the_line_and_no_word_of_the_file(end: str, tmp_path: Path) -> None:
+    rows = [*(f"note {i},{'ab'[i % 2]}" for i in range(20)), "Müller,a", "Größe,b"]
+    (tmp_path / "f.csv").write_bytes(end.join(["text,label", *rows]).encode("cp1252"))
+    (note,) = parse_tasks(f"x={tmp_path / 'f.csv'}")[0].load(Source(cache_dir=tmp_path)).notes
+    assert note == "read as cp1252, since line 22 is no UTF-8; encoding= names another"
+
+
 @pytest.mark.parametrize("size", [1 << 16, (1 << 16) - 1, 3 << 20])
 def test_an_encoding_is_found_wherever_the_first_foreign_letter_stands(size: int, tmp_path: Path) -> None:
     """Pieces of a file are decoded one after another, and a letter of UTF-8 may lie in two of them."""

@@ -14,7 +14,7 @@ import warnings
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import chain, islice
@@ -70,6 +70,8 @@ class Reading:
     """Most rows, drawn evenly from all."""
     hint: str = ""
     """End of the message where a column is not there; empty where no user has named the columns."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """By column, the option that names it, of those beside text and label."""
     class_names: bool = False
     """A column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers."""
 
@@ -93,7 +95,8 @@ def check_columns(names: Sequence[str], reading: Reading, *, origin: object, hin
     for name in reading.names or filter(None, names):
         if name not in names:
             has = f"{did_you_mean(name, names)} it has {first_of(list(map(repr, names)))}"
-            raise DataError(f"{origin} has no column {name!r}{has}{hint}{reading.hint}")
+            own = f"; {reading.options[name]}= names it" if name in reading.options else reading.hint
+            raise DataError(f"{origin} has no column {name!r}{has}{hint}{own}")
         if list(names).count(name) > 1:
             raise DataError(f"{origin} has two columns {name!r} in its header; rename one")
 
@@ -148,11 +151,11 @@ def _encoding(binary: BinaryIO, given: str | None) -> tuple[str, str]:
     zeros = [head[place::2].count(0) for place in (0, 1)]
     if 4 * max(zeros) > len(head):
         return "utf-16-be" if zeros[0] > zeros[1] else "utf-16-le", ""
-    decoder, place, is_ascii = getincrementaldecoder("utf-8")(), 0, True
+    decoder, place, lines, is_ascii = getincrementaldecoder("utf-8")(), 0, 1, True
     try:
         while head:
             decoder.decode(head)
-            place, is_ascii = place + len(head), is_ascii and head.isascii()
+            place, lines, is_ascii = place + len(head), lines + _line_ends(head), is_ascii and head.isascii()
             head = binary.read(1 << 20)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -161,11 +164,14 @@ def _encoding(binary: BinaryIO, given: str | None) -> tuple[str, str]:
         if not is_ascii or not error.object[: error.start].isascii():
             both = f"byte {place:,} is no UTF-8 and characters before it are"
             raise ValueError(f"{both}; save it in one encoding, or add encoding=cp1252") from None
-        word = re.findall(
-            r"\w*[^\0-\x7f]\w*", error.object[max(0, error.start - 20) :][:40].decode("cp1252", "replace")
-        )
-        return "cp1252", f"read as cp1252, as in {word[0]!r}, since it is no UTF-8; encoding= names another"
+        lines += _line_ends(error.object[: error.start])
+        return "cp1252", f"read as cp1252, since line {lines:,} is no UTF-8; encoding= names another"
     return "utf-8-sig", ""
+
+
+def _line_ends(head: bytes) -> int:
+    """The number of line ends of Unix and Windows, or of an old Mac."""
+    return head.count(b"\n") or head.count(b"\r")
 
 
 def _parse_csv(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[Item]:

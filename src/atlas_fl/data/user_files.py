@@ -251,6 +251,7 @@ class Columns:
             missing=self.missing,
             rows=None if self.rows is None else int(self.rows),
             hint=hint,
+            options={name: option for option, name in self.dealing.columns.items()},
             class_names=self.has_classes,
         )
 
