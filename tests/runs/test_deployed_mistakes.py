@@ -108,7 +108,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
             "--init-adapter x makes whole models at the server",
         ),
         (("serve", "--port", "70000"), "--port is 70000"),
-        (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
+        (("serve", "--wait", "0.01"), "0 of 2 clients are here after 0.01 seconds, missing: movie-0, movie-1"),
         (("join", "x:1", "--certs", "nowhere", *SMALL), "holds no certificates that can be read (nowhere/ca.pem: No"),
         (("join", "nowhere.invalid:1", "--certs", "certs/movie-0", *SMALL), "host 'nowhere.invalid' is unknown"),
         (("join", "x", "--certs", "certs/movie-0", *SMALL), "no address of a server"),

@@ -185,7 +185,7 @@ async def test_a_job_that_fails_is_told(manager: ClientManager) -> None:
         ({"tokenizer": "other"}, "has tokenizer other, the server t; its texts would be other tokens: give the server"),
         ({"architecture": "other"}, "has architecture other, the server a; its config.json computes something else"),
         ({"model": "other"}, "client 'site-2' has model other, the server m; give the server's model with --model"),
-        ({"config": "other"}, "has config other, the server c; join with the settings of this server"),
+        ({"config": "other"}, "has config other, the server c; ask who runs the server which settings hold"),
         ({"version": "0"}, "has version 0, the server 1; install the same atlas-fl"),
         ({"device": "mainframe"}, "unknown device 'mainframe'"),
         ({"examples": {}}, "what the client tells of its data"),
@@ -297,9 +297,19 @@ async def test_the_line_that_ends_waiting_says_who_was_refused_and_why(manager: 
     with pytest.raises(ProtocolError) as ended:
         await manager.wait_for_clients(THREE, min_clients=3, seconds=0.01)
     assert str(ended.value).startswith(
-        "0 of 3 clients have come within 0.01 seconds, missing: site-1 (refused: client 'site-1' has model another,"
+        "0 of 3 clients are here after 0.01 seconds, missing: site-1 (refused: client 'site-1' has model another,"
         " the server m), site-2 (it was here and did not register; its own last line says why), site-3; 3 are"
     )
+
+
+@played()
+async def test_who_was_here_and_is_gone_is_not_counted(manager: ClientManager, notes) -> None:
+    await begun(manager)
+    manager.on_presence("site-1", False)
+    assert "site-1 is gone (0 of 2 here)" in notes
+    gone = r"^0 of 2 clients are here after 0.01 seconds, missing: site-1 \(it was here and is gone\), site-2; 2 are"
+    with pytest.raises(ProtocolError, match=gone):
+        await manager.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
 
 
 @played()
@@ -318,7 +328,7 @@ async def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it(manage
 @played()
 async def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named(manager, notes) -> None:
     await register(manager, "site-1")
-    with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
+    with pytest.raises(ProtocolError, match=r"1 of 2 clients are here after 0.01 seconds, missing: site-2"):
         await manager.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
     assert await manager.wait_for_clients(NAMES, min_clients=1, seconds=0.01) == ("site-1",)
     assert "begins without site-2" in notes
@@ -374,7 +384,7 @@ async def test_who_is_lost_is_not_waited_for_and_is_told_why(manager: ClientMana
 async def test_a_federation_that_has_lost_too_many_ends_at_once(manager: ClientManager) -> None:
     waiting = asyncio.create_task(manager.wait_for_clients(NAMES, min_clients=2, seconds=3600))
     await manager.remove("site-1", "its disk is full")
-    missing = r"^0 of 2 clients have come, missing: site-1 \(its disk is full\), site-2; 2 are needed"
+    missing = r"^0 of 2 clients are here, missing: site-1 \(its disk is full\), site-2; 2 are needed"
     with pytest.raises(ProtocolError, match=missing):
         await waiting
 

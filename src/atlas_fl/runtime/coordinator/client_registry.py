@@ -134,6 +134,8 @@ class ClientProxy:
             return f"{self.name} ({self.removal_reason})"
         if self.refusal_reason:
             return f"{self.name} (refused: {one_line(self.refusal_reason)})"
+        if self.metadata is not None:
+            return f"{self.name} (it was here and is gone)"
         if self.has_come:
             return f"{self.name} (it was here and did not register; its own last line says why)"
         return self.name

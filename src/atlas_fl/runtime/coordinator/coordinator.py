@@ -353,11 +353,13 @@ class ClientManager:
             if not self.reject_disagreeing(clients):
                 break  # who was turned away may register anew while there is time
         registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
-        missing = ", ".join(client.describe_missing() for client in clients if client.name not in registered)
-        if len(registered) < min_clients:
-            within = "" if any(client.removal_reason for client in clients) else f" within {seconds:g} seconds"
+        enough = len(registered) >= min_clients
+        here = [name for name in registered if enough or self.clients[name].connected]
+        missing = ", ".join(client.describe_missing() for client in clients if client.name not in here)
+        if not enough:
+            after = "" if any(client.removal_reason for client in clients) else f" after {seconds:g} seconds"
             raise ProtocolError(
-                f"{len(registered)} of {len(clients)} clients have come{within}, missing: {missing};"
+                f"{len(here)} of {len(clients)} clients are here{after}, missing: {missing};"
                 f" {min_clients} are needed: start them, raise --wait or lower --min-clients"
             )
         if missing:
