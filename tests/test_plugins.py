@@ -14,7 +14,16 @@ from atlas_fl import plugins
 from atlas_fl.cli.main import main
 from atlas_fl.client import optimizer
 from atlas_fl.client.optimizer import fedprox
-from atlas_fl.config import Config, config_hash, differences, parse_config, pinned_hash, to_toml, validate, with_values
+from atlas_fl.config import (
+    Config,
+    config_hash,
+    differences,
+    parse_config,
+    pinned_config,
+    to_toml,
+    validate,
+    with_values,
+)
 from atlas_fl.data.partition import PARTITIONS
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.recorder import provenance_of
@@ -191,7 +200,7 @@ def test_the_digest_is_part_of_the_identity_and_the_place_is_not(tmp_path: Path)
     copy = shutil.copy(EXAMPLE, tmp_path / "elsewhere.py")
     here, there = (validate(with_values(Config(), {"plugin": [str(path)]})) for path in (EXAMPLE, copy))
     assert config_hash(here) == config_hash(there) != config_hash(validate(Config()))
-    assert config_hash(here) == pinned_hash(with_values(Config(), {"plugin": [str(copy)]}))
+    assert config_hash(here) == config_hash(pinned_config(with_values(Config(), {"plugin": [str(copy)]})))
     Path(copy).write_text(EXAMPLE.read_text() + "\n")
     changed = validate(with_values(Config(), {"plugin": [str(copy)]}))
     assert config_hash(changed) != config_hash(here)

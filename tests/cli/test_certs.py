@@ -1,11 +1,15 @@
 """`atlas certs`: what each action leaves, and one line for each mistake."""
 
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from atlas_fl.cli.main import main
+from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.transport.certificates import open_certs, read_list
 
 
@@ -32,9 +36,18 @@ def test_a_site_is_made_renewed_revoked_and_made_again(fed, capsys) -> None:
 
 def test_a_site_has_its_own_key_signed(fed, capsys) -> None:
     assert main(["certs", "request", "site-3"]) == 0
-    assert "key.pem and stays here" in capsys.readouterr().out
+    requested = capsys.readouterr().out
+    assert "key.pem and stays here" in requested
     assert main(["certs", "sign", "site-3/request.pem", "--days", "5"]) == 0
-    assert "for client site-3, who may join now" in capsys.readouterr().out
+    signed = capsys.readouterr().out
+    assert "for client site-3, who may join now" in signed
+    # both ends read the same SHA-256 to each other, which is that of the key in the certificate
+    key = x509.load_pem_x509_certificate((fed / "site-3" / "cert.pem").read_bytes()).public_key()
+    digest = sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+    for said in (requested, signed):
+        assert f"SHA-256 of the public key: {digest}\n" in said
+    with pytest.raises(ConfigError, match=r"key\.pem.*; .* came back into the folder of `atlas certs request`"):
+        open_certs(fed / "site-3")
     for name in ("ca.pem", "cert.pem"):
         shutil.copy(fed / "site-3" / name, "site-3")
     assert open_certs(Path("site-3")).name == "site-3"

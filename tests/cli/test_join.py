@@ -40,7 +40,11 @@ def words(file: Path) -> list[str]:
 def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas, file, joined) -> None:
     assert atlas(*words(file)).code == 0
     config = base_config(split(["--config", str(file)]), implied=ServeOptions.implied)  # as `atlas serve` reads it
-    assert [joining.config for joining in joined] == [config_hash(pin_mask_file(config))] != [config_hash(config)]
+    assert (
+        [joining.config and config_hash(joining.config) for joining in joined]
+        == [config_hash(pin_mask_file(config))]
+        != [config_hash(config)]
+    )
 
 
 def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas, file, joined) -> None:

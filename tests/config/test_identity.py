@@ -9,7 +9,7 @@ from atlas_fl.config import (
     RunConfig,
     config_hash,
     differences,
-    pinned_hash,
+    pinned_config,
     run_folder,
     settings,
     validate,
@@ -110,6 +110,6 @@ def test_a_site_works_out_the_hash_that_the_server_has_for_every_method() -> Non
             served = validate(file, at_sites=True)
         except ConfigError:
             continue  # a method that this preset does not suit
-        assert pinned_hash(file) == config_hash(served), name
+        assert config_hash(pinned_config(file)) == config_hash(served), name
         compared += 1
     assert compared > 20

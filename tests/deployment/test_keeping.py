@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from atlas_fl.config import Config
 from atlas_fl.deployment.privacy_record import SumRecord
 from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
 from atlas_fl.deployment.site import SiteOptions, SiteResult, join_federation
@@ -126,6 +127,14 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
     shutil.rmtree(written)
     with pytest.raises(ProtocolError, match=r"no answer from localhost:1 for 0\.1 seconds"):
         join_federation(joining)
+
+
+@pytest.mark.usefixtures("written")
+def test_the_model_of_other_settings_is_refused_before_anybody_is_asked(joining: SiteOptions) -> None:
+    told: list[object] = []
+    with pytest.raises(ConfigError, match=r"model has the model of another run; name another folder with --to"):
+        join_federation(replace(joining, config=Config()), on_event=told.append)
+    assert told == []
 
 
 def test_a_folder_of_a_users_is_refused_as_private_before_anybody_is_asked(joining: SiteOptions, tmp_path) -> None:

@@ -36,7 +36,7 @@ def test_all_that_a_node_agrees_to_and_pins_reaches_the_site(tmp_path: Path, mon
     message: Any = SimpleNamespace(content={RECORD: invitation})
     work(message, SimpleNamespace(node_config=config, node_id=7, run_id=3))  # type: ignore[arg-type]
     (options,) = joined
-    assert options.config == config_hash(settings)
+    assert options.config is not None and config_hash(options.config) == config_hash(settings)
     assert (options.private, options.to) == ("kept", "models/3")
     assert (options.allow, options.least_examples, options.most_sketch) == (("cut",), 4, 64)
 

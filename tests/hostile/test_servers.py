@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from atlas_fl.config import to_toml, with_values
+from atlas_fl.config import config_hash, parse_config, to_toml, with_values
 from atlas_fl.deployment.job_policy import MOST_MEASURED
 from atlas_fl.deployment.site import SiteRuntime
 from atlas_fl.errors import AtlasError, ConfigError, ModelError
@@ -435,14 +435,18 @@ def test_odd_settings_with_their_own_hash_are_one_line(usual: Recording, tmp_pat
 def test_a_site_works_for_the_settings_that_it_was_given_and_no_others(usual: Recording, tmp_path: Path) -> None:
     """By its own hash of them, whatever the server says of hashes."""
     certs, spoken = usual.folder / "certs" / NAME, usual.spoken[NAME]
-    honest = spoken.welcome["config"]
+    honest = parse_config(spoken.welcome["settings"], origin="a test")
     same = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=certs, config=honest)
     assert same.error == ""
     others = welcomed(spoken, lambda config: to_toml(with_values(config, {"lr": 0.1})))
-    for config, told in (("f" * 16, spoken), (honest, others)):
+    differs = with_values(honest, {"lr": "0.1"})
+    for config, told, values in ((differs, spoken, "0.1 here, 0.005 there"), (honest, others, "0.005 here, 0.1 there")):
         found = lie_to(told, lambda *_: None, tmp_path / "x", NAME, certs=certs, config=config)
-        assert re.search("the server's settings have hash .* this site works for no other", found.error), found.error
-        assert found.link.sent == []
+        assert re.search(rf"are not those of --config \(lr is {values}\), .*; ask who runs the server", found.error)
+        ((head, tensors),) = found.link.sent  # the server's log says why this site does not come
+        assert head == {**head, "kind": "register", "config": config_hash(config), "model": None}
+        assert head.keys() == {"kind", "version", "config", "model", "plugins"}
+        assert tensors == {}
     wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, "config": CODES})
     found = lie_to(wrong, lambda *_: None, tmp_path / "x", NAME, certs=certs)
     assert re.search(r"have hash [0-9a-f]{16} here and \?\[2J\?", found.error), found.error

@@ -11,7 +11,7 @@ from atlas_fl.cli import options as cli
 from atlas_fl.cli.arguments import Words, base_config
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.tables import outcome
-from atlas_fl.config import pinned_hash, validate
+from atlas_fl.config import pinned_config, validate
 from atlas_fl.deployment.consent import ServiceChoices, SiteChoices, choices_of
 from atlas_fl.deployment.server import remote_backend, serve_final_models
 from atlas_fl.deployment.service import ServerOptions
@@ -56,8 +56,8 @@ def join(options: cli.JoinOptions) -> int:
 
     settings = options.config
     pinned = None
-    if settings is not None:  # the hash of the settings that `atlas serve` has with this file
-        pinned = pinned_hash(base_config([Words("--config", (settings,))], implied=cli.ServeOptions.implied))
+    if settings is not None:  # the settings that `atlas serve` has with this file
+        pinned = pinned_config(base_config([Words("--config", (settings,))], implied=cli.ServeOptions.implied))
     joining = SiteOptions(
         **choices_of(SiteChoices, options), address=options.address, certs=Path(options.certs), config=pinned
     )
@@ -110,6 +110,7 @@ def _certify(options: cli.CertsOptions) -> list[str]:
         made = certificates.request_cert(Path(options.to or subject), name=subject)
         return [
             f"made {made}; its key is {made.with_name(certificates.KEY)} and stays here",
+            f"SHA-256 of the public key: {certificates.request_digest(made)}",
             "send the request to the holder of the folder ca, for `atlas certs sign`, and put the"
             f" {certificates.CA} and {certificates.CERT} that come back into {made.parent}",
         ]
@@ -128,8 +129,12 @@ def _certify(options: cli.CertsOptions) -> list[str]:
         )
     else:
         folders = [certificates.sign_request(Path(subject), folder=to, days=options.days)]
-        lines = [f"made {folders[0]} for client {folders[0].name}, who may join now"]
-        remedy = "send both files back; neither is secret"
+        name, digest = folders[0].name, certificates.request_digest(Path(subject))
+        lines = [f"made {folders[0]} for client {name}, who may join now", f"SHA-256 of the public key: {digest}"]
+        remedy = (
+            f"send both files back, neither is secret, once {name} has read the same SHA-256 to you; if it is another,"
+            f" `atlas certs revoke {name} --to {to}`"
+        )
     sites = [folder for folder in folders if folder.name not in (certificates.AUTHORITY, certificates.SERVER)]
     until = sorted({f"{certificates.holds_until(folder):%Y-%m-%d}" for folder in sites})
     return [*lines, *([f"good until {', '.join(until)}"] if until else []), remedy]

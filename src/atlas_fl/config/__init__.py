@@ -12,7 +12,7 @@ from atlas_fl.config.identity import config_hash as config_hash
 from atlas_fl.config.identity import differences as differences
 from atlas_fl.config.identity import identity_settings as identity_settings
 from atlas_fl.config.identity import pin_mask_file as pin_mask_file
-from atlas_fl.config.identity import pinned_hash as pinned_hash
+from atlas_fl.config.identity import pinned_config as pinned_config
 from atlas_fl.config.identity import run_folder as run_folder
 from atlas_fl.config.schema import Config as Config
 from atlas_fl.config.schema import DataConfig as DataConfig

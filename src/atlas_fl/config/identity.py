@@ -96,15 +96,15 @@ def pin_mask_file(config: Config) -> Config:
     return replace(config, sparse=replace(config.sparse, mask_file=f"{path}#sha256={_mask_file_digest(path)}"))
 
 
-def pinned_hash(config: Config) -> str:
-    """The hash that a server has of the same settings: with those of their method, and digests of mask and plug-ins.
+def pinned_config(config: Config) -> Config:
+    """The settings as a server has them: with those of their method, and digests of mask and plug-ins.
 
     Raises:
         ConfigError: a plug-in is not here, or a setting contradicts the method.
         CheckpointError: the mask is not, and the settings do not say its digest.
     """
     pinned = replace(config.run, plugin=pin_plugins(config.run.plugin))
-    return config_hash(pin_mask_file(with_method_settings(replace(config, run=pinned))))
+    return pin_mask_file(with_method_settings(replace(config, run=pinned)))
 
 
 def check_mask_file(config: Config) -> None:

@@ -62,6 +62,11 @@ def occupied_error(to: Path) -> ConfigError:
     return ConfigError(f"{to} exists already; name another folder with --to, or move it away")
 
 
+def other_run_error(to: Path) -> ConfigError:
+    """The error for a place that has the client's model of another run."""
+    return ConfigError(f"{to} has the model of another run; name another folder with --to, or move it away")
+
+
 def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:
     """Write a model with its receipt, readable by its user alone; it is there in full then, or nothing is.
 

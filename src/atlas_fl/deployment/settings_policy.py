@@ -302,10 +302,10 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
         noise = f"with noise of epsilon {config.training.epsilon:g} for this site, of which it adds its share,"
     seen = "seen in sums over sites alone" if secure else "without secure sums"
     masked = ", of which the server sees the sums over three sites or more alone" if secure else ""
+    counts = f"how many examples each split has, test too{lengths}, {labels}"
     leaves = [
         f"leaves this site: after each round {_trained(config, task)} that it trained{masked}; for the plan"
-        f" {', '.join(_for_the_plan(config, task))}{report}; how many examples each split has, test too{lengths},"
-        f" {labels}; scores, losses, seconds"
+        f" {', '.join((*_for_the_plan(config, task), counts))}{report}; scores, losses, seconds"
     ]
     never = "images, activations" if task.images else "texts, tokens, activations"
     never += f"{' but as these means' if 'means' in report else ''}, the label of an example"

@@ -14,7 +14,7 @@ from atlas_fl.client.job import Site as AdapterSite
 from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.client.privacy import delta_of
-from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.config import Config, config_hash, differences, parse_config
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.clients import (
     ClientData,
@@ -29,7 +29,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
-from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
+from atlas_fl.deployment.receipt import Receipt, other_run_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_settings,
@@ -41,7 +41,7 @@ from atlas_fl.deployment.settings_policy import (
     with_classes_of,
 )
 from atlas_fl.deployment.start_models import start_models_of
-from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
+from atlas_fl.errors import ConfigError, ModelError, ProtocolError, first_of, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.export import export_model
 from atlas_fl.experiment.summary import versions
@@ -254,8 +254,8 @@ class SiteOptions(SiteChoices):
     """The site's own folder of `atlas certs make`."""
     token: str | None = None
     """The token that the server gave out for this one session; None where it asks for certificates alone."""
-    config: str | None = None
-    """Hash that the server's config must have; None accepts any."""
+    config: Config | None = None
+    """Settings that the server's must equal; None accepts any."""
     first_seconds: float = 30.0
     """Seconds for which the server is tried at the very first."""
 
@@ -286,20 +286,26 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     if joining.private is not None:
         check_store(private)
     receipt = read_receipt(to, client=name)
-    if receipt is not None:
-        on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
+    if receipt is not None and joining.config is not None and config_hash(joining.config) != receipt.config:
+        raise other_run_error(to)
     plugins = plugins_said(pin_plugins(joining.plugin))
-    said = {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
+    said = {"version": versions()["atlas_fl"], "config": None, "plugins": plugins, "model": None}
     link = _link(joining, certs, said, on_event)
     try:
         with link:
+            settings = _settings_of(link, joining, said)
             if receipt is not None:
-                if link.welcome.get("config") != receipt.config or not confirm_saved(link, receipt.model):
-                    raise occupied_error(to)  # the model is of another run
+                if config_hash(settings) != receipt.config:
+                    raise other_run_error(to)
+                on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
+                if not confirm_saved(link, receipt.model):
+                    raise other_run_error(to)
                 has_model = True
                 left = clear_store(private, Owner(client=name, config=receipt.config))
             else:
-                has_model, left = _work(link, joining, said, name=name, to=to, private=private, on_event=on_event)
+                has_model, left = _work(
+                    link, joining, said, settings=settings, name=name, to=to, private=private, on_event=on_event
+                )
     except UnreachableError as error:
         if not to.exists():
             raise
@@ -338,6 +344,7 @@ def _work(
     joining: SiteOptions,
     said: dict[str, str | None],
     *,
+    settings: Config,
     name: str,
     to: Path,
     private: Path,
@@ -346,7 +353,6 @@ def _work(
     """(whether this client has got a model, what stays of its private part) after all jobs of the server."""
     on_event(Note(f"{name} is connected to {joining.address}"))
     on_event(PhaseStarted("loading"))
-    settings = _settings_of(link.welcome, joining)
     joining = replace(joining, task=with_classes_of(joining.task, link.welcome.get("classes"), client=name))
     run = config_hash(settings)
     device = read_device(joining.device).name
@@ -437,10 +443,13 @@ def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> 
     )
 
 
-def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
-    """The server's settings, which are those that the site was given, where it was given any."""
-    text = welcome.get("settings")
-    server_hash = welcome.get("config")
+def _settings_of(link: Link, joining: SiteOptions, said: Head) -> Config:
+    """The server's settings, which are those that the site was given, where it was given any.
+
+    The server is told the hash of others, so that its log says why this site does not come.
+    """
+    text = link.welcome.get("settings")
+    server_hash = link.welcome.get("config")
     if not isinstance(text, str):
         raise ProtocolError("the server sent no settings; install its version of atlas-fl")
     config = parse_config(text, origin=f"what {joining.address} sent")
@@ -450,10 +459,15 @@ def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
             f"the server's settings have hash {own_hash} here and {one_line(server_hash, limit=16)} there; install"
             " its version"
         )
-    if joining.config not in (None, own_hash):
+    if joining.config is not None and (changed := differences(joining.config, config)):
+        with suppress(ProtocolError):
+            link.exchange({"kind": "register", **said, "config": config_hash(joining.config)})
+        values = [
+            f"{key} is {short_repr(here)} here, {short_repr(there)} there" for key, (here, there) in changed.items()
+        ]
         raise ProtocolError(
-            f"the server's settings have hash {own_hash}, and those of --config {joining.config}; this site works for"
-            " no other settings: ask who runs the server, or agree on its settings and give these"
+            f"the server's settings are not those of --config ({first_of(values)}), and this site works for no others;"
+            " ask who runs the server which are right, and change this file or the server's"
         )
     return config
 

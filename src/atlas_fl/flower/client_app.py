@@ -24,11 +24,11 @@ def who(_: messages.Message, context: messages.Context) -> Reply:
 
 def work(message: messages.Message, context: messages.Context) -> Reply:
     """The result of this node at the end of the run."""
-    from atlas_fl.config import load_config, pinned_hash  # a question needs no torch
+    from atlas_fl.config import load_config, pinned_config  # a question needs no torch
     from atlas_fl.deployment.site import SiteOptions, join_federation
 
     node = messages.node_of(context.node_config, node_id=context.node_id)
-    pinned = None if node.config is None else pinned_hash(load_config(node.config))
+    pinned = None if node.config is None else pinned_config(load_config(node.config))
     to = Path(node.to or f"{node.name}-adapter") / str(context.run_id)  # a folder for each run
     invitation = message.content[messages.RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`

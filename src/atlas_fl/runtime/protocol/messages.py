@@ -29,7 +29,7 @@ from atlas_fl.storage.ledger import Direction, Kind
 _OTHER_MODEL = "give the server's model with --model"
 REMEDIES: Mapping[str, str] = {
     "version": "install the same atlas-fl on both ends",
-    "config": "join with the settings of this server, or leave --config out",
+    "config": "ask who runs the server which settings hold, and change the file of --config or the server's",
     "run": "start the site again, which pays for this run then",
     "model": _OTHER_MODEL,
     "vocabulary": _OTHER_MODEL,
