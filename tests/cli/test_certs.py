@@ -5,8 +5,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from atlas_fl.cli.main import main
 from atlas_fl.errors import ConfigError
@@ -41,12 +39,14 @@ def test_a_site_has_its_own_key_signed(fed, capsys) -> None:
     assert main(["certs", "sign", "site-3/request.pem", "--days", "5"]) == 0
     signed = capsys.readouterr().out
     assert "for client site-3, who may join now" in signed
-    # both ends read the same SHA-256 to each other, which is that of the key in the certificate
-    key = x509.load_pem_x509_certificate((fed / "site-3" / "cert.pem").read_bytes()).public_key()
-    digest = sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+    # both ends read it to each other, as `sha256sum request.pem` has it
+    digest = sha256(Path("site-3/request.pem").read_bytes()).hexdigest()
     for said in (requested, signed):
-        assert f"SHA-256 of the public key: {digest}\n" in said
-    with pytest.raises(ConfigError, match=r"key\.pem.*; .* came back into the folder of `atlas certs request`"):
+        assert f"SHA-256 of the request: {digest}\n" in said
+    assert "if the site had another SHA-256, first `atlas certs revoke site-3 --to certs`" in signed
+    with pytest.raises(
+        ConfigError, match=r"key\.pem.*; .*put ca\.pem and cert\.pem into that of `atlas certs request`"
+    ):
         open_certs(fed / "site-3")
     for name in ("ca.pem", "cert.pem"):
         shutil.copy(fed / "site-3" / name, "site-3")

@@ -19,6 +19,7 @@ from atlas_fl.client.privacy import (
     epsilon_of_sums,
     noise_multiplier,
     noise_of,
+    privacy_note,
     rate_of,
     skellam_noise,
     spending,
@@ -126,6 +127,16 @@ def test_the_budget_is_spent_when_the_last_round_ends_and_not_before() -> None:
     assert 0.99 < spent[-1] <= 1.0
     assert noise_multiplier(40, options) > noise_multiplier(400, options)
     assert noise_multiplier(40, dataclasses.replace(options, delta=None)) < noise_multiplier(40, options)
+
+
+def test_the_note_has_the_deltas_and_says_once_where_there_are_too_few_examples() -> None:
+    options = dataclasses.replace(OPTIONS, batch_size=16, rounds=2, epochs=1, delta=None)
+    enough, few = privacy_note([100, 400], options), privacy_note([39, 56, 400], options)
+    assert [len(enough), len(few)] == [1, 2]
+    # 100^-1.1 = .0063, 400^-1.1 = .0014, 39^-1.1 = .018
+    assert "at delta 0.0014 to 0.0063 over 2 rounds" in enough[0]
+    assert few[1].startswith("39 training examples are too few for --dp example (delta 0.018): noise hides what")
+    assert "simulation" not in few[0], "a served run is none"
 
 
 def test_examples_are_in_a_batch_by_chance(tiny_of, site_of, spec_of) -> None:

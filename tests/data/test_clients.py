@@ -63,7 +63,7 @@ def test_what_cleaning_left_out_is_told_once_for_a_task() -> None:
         )
 
     clients = make(made_task("once"), replace(made_task("twice"), load=load), clients_per_task=2, samples=20)
-    assert data_notes(clients) == ("twice: 5 rows left out: they repeat or contradict others, or lie in two splits",)
+    assert data_notes(clients) == ("twice: rows left out: 5, which repeat or contradict others, or lie in two splits",)
 
 
 def test_no_row_is_given_twice() -> None:

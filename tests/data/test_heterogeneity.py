@@ -41,10 +41,11 @@ def test_statistics_in_words_by_hand() -> None:
     clients.append(client("r-0", [1.0, 3.0], num_labels=1))
     assert shard_notes(label_statistics(clients)) == (
         # of ten, four are of the first class: .75 and a sixth against .4, which is .35 and .23 apart
-        "a: 10 training examples over 2 clients, 4 to 6 each (2 to test on), of 2 of 2 classes; labels 0.29 from the"
-        " task's mix (0 to 1)",
-        "b: 2 training examples over 1 client, 2 each (2 to test on), of 1 of 2 classes; labels 0.00 from the task's"
-        " mix (0 to 1); b-0: one class alone, so that a score says little",
+        "a: 10 training examples over 2 clients, 4 to 6 each (2 to test on), of 2 of 2 classes; mixes of labels are"
+        " 0.29 from the task's on average (0 equal, 1 nothing in common)",
+        "b: 2 training examples over 1 client, 2 each (2 to test on), of 1 of 2 classes; mixes of labels are"
+        " 0.00 from the task's on average (0 equal, 1 nothing in common); b-0: one class alone, so that a score says"
+        " little",
     )
 
 

@@ -89,7 +89,7 @@ REFUSED = {
     "multi=;,metric=pearson": "judged by micro_f1, macro_f1, accuracy, auroc",
     "metric=micro_f1": "which of one class a row is accuracy; say accuracy, or add multi=;",
     "multi=;,target=text": "what has labels no target=",
-    "multi=;,labels=cough|fever": "has 'rash' in column 'label' (24 rows), which is none of the classes",
+    "multi=;,labels=cough|fever": "has 'rash' in column 'label' (rows: 24), which is none of the classes",
     "multi=pipe": "has two labels with multi=pipe between them, as in 'cough; rash ;rash'; name the character",
     "multi=e,label=text": "has 61 different values in 120 places, such as 't",
 }

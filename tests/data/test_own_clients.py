@@ -143,7 +143,7 @@ def test_small_clients_are_left_out_and_limits_are_at_most_with_notes(tmp_path: 
 def test_rows_that_were_left_out_are_those_of_all_clients(tmp_path: Path) -> None:
     rows = [*triage("a", 46), *triage("a", 46)[:1], *triage("b", 46), *triage("b", 46)[:2]]
     (note,) = data_notes(clients_of(f"t={write(tmp_path / 't.csv', rows)},client=hospital"))
-    assert note.startswith("t: 3 rows left out: they repeat or contradict others")
+    assert note.startswith("t: rows left out: 3, which repeat or contradict others")
 
 
 def test_texts_of_two_clients_are_told(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_site_of_several_tasks_has_the_rows_of_the_simulation(own_file: bool, 
             "no number and no date such as 2026-03-31.* in 'text' .'note 0 of a'. in row 2",
         ),
         ("client=hospital,split=label,order=n", "has split= and order=, which both say what is tested on"),
-        ("client=hospital,least=9,labels=a|b", ".* has 'c' in column 'label' .15 rows., which is none of the classes"),
+        ("client=hospital,least=9,labels=a|b", ".* has 'c' in column 'label' .rows: 15., which is none of the classes"),
         ("labels=a|a", "labels='a|a' of task 't' declares no two different classes"),
         ("labels=1|2,metric=pearson", "has labels= and metric=pearson"),
     ],

@@ -92,10 +92,10 @@ def test_too_few_rows_are_refused() -> None:
 
 def test_rows_that_cleaning_took_are_counted_where_they_leave_nothing() -> None:
     same = Rows(text=("Same", "same") * 3, label=np.asarray([0, 1] * 3))
-    told = r"no test rows \(0 distinct rows in all\); 6 rows are left out, since they repeat or contradict others"
+    told = r"no test rows \(0 distinct rows in all\); rows left out: 6, which repeat or contradict others"
     with pytest.raises(DataError, match=told):
         arrange({"all": same}, name="x")
-    told = "and no training row; 1 rows are left out, since .*, or lie in two splits; give it train rows, three at"
+    told = "and no training row; rows left out: 1, which .*, or lie in two splits; give it train rows, three at"
     train = Rows(text=(*made(50).text, "v"), label=np.append(made(50).label, 2))
     test = Rows(text=("u", "v", "w"), label=np.asarray([0, 2, 0]))
     with pytest.raises(DataError, match=told):

@@ -128,6 +128,13 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     assert "1 update refused" in text
 
 
+def test_a_run_that_sends_nothing_saves_nothing(make_run) -> None:
+    summary = summary_of(make_run())
+    summary["bytes"] |= {"up": 0, "down": 0, "total": 0, "full_model": {"total": 9, "reduction": 1.0}}
+    text = printed(closing_table(summary))
+    assert "0 B up, 0 B down" in text and "the whole model" not in text
+
+
 def test_a_long_name_is_folded_and_more_bytes_are_called_more(make_run) -> None:
     summary = summary_of(make_run())
     worst = summary["tasks"]["movie"]["final"]["worst_client"]

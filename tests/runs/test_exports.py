@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModelForSequenceClassification
@@ -141,12 +142,12 @@ def with_types(model: Path, to: Path) -> Path:
     return to
 
 
-def load_by_card(folder: Path) -> tuple[nn.Module, Tensor | float]:
+def load_by_card(folder: Path, text: str = "a new text") -> tuple[nn.Module, Tensor | float]:
     """The model that the code in a folder's README leaves, and what it says is to be added to the logits."""
     card = (folder / "README.md").read_text()
     code = card.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), names)
+    exec(code.replace('folder = "."', f"folder = {str(folder)!r}").replace('"a new text"', repr(text)), names)
     missing = names.get("log_frequencies")
     assert ("Missing: " in card) == (missing is not None)
     return names["model"], 0.0 if missing is None else torch.tensor(missing)
@@ -389,6 +390,39 @@ def shown(model: Any, text: str, **parts: Any) -> dict[str, float]:
     """The score of each class by its name, as a pipeline shows it."""
     (classes,) = pipeline("text-classification", model=model, top_k=None, **parts)([text])
     return {one["label"]: one["score"] for one in classes}
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "words"),
+    [
+        ("bert", "kind", {}),
+        ("llama", "kind", {"strategy": "fedavg_prior"}),  # whose frequencies no bias holds
+        ("bert", "tags", {}),
+        ("bert", "grade", {}),
+    ],
+)
+def test_the_lines_of_a_card_print_what_was_predicted_for_each_test_text(
+    small: Make, capsys: pytest.CaptureFixture[str], family: str, task: str, words: Mapping[str, Any]
+) -> None:
+    config = small(family, (task,), **words)
+    result = run_config(config)
+    client, test = next((own, own.test) for own in load_clients(config) if own.name == f"{task}-1")
+    assert isinstance(test, Rows)
+    printed: list[str] = []
+    for text in test.text:
+        capsys.readouterr()
+        load_by_card(result.folder / f"adapters/{task}-1", text)
+        printed.append(capsys.readouterr().out.strip())
+    names = client.task.label_names
+    if task == "grade":
+        score = float(np.corrcoef([float(line) for line in printed], test.label)[0, 1])
+    elif task == "tags":
+        taken = np.array([[name in line for name in names] for line in printed])
+        score = 2 * (taken * test.label).sum() / (taken.sum() + test.label.sum())  # F1 over all labels
+    else:
+        score = np.mean([line == names[label] for line, label in zip(printed, test.label, strict=True)])
+        assert set(printed) <= {*names}
+    assert score == pytest.approx(result.summary["clients"][client.name]["final"]["test"]["primary"], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -190,6 +190,8 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     assert sent == expected
     passing_audit(fed.served.path)
     clients = read_json(fed.served.summary)["clients"]
+    measured = rows(fed.served.path, "metrics")
+    shares = {row["client"]: row["majority"] for row in measured if row.get("split") == "test" and "majority" in row}
     for client, words in zip(fed.sites, said, strict=True):
         line = f"score on test, round {config.training.rounds}: {clients[client]['final']['test']['primary']:.3f}"
         assert (line in words) is (f"{client}=" not in config.split.split)  # behind a cut the server has the head

@@ -230,7 +230,7 @@ def test_a_class_that_the_server_lacks_is_one_line(federation: Callable[..., Fed
     words = ("--certs", "certs/south", "--task", f"triage=south.csv,{COLUMNS}", "--device", "laptop_8gb")
     words += fed.own_model
     said = fed.programs.start("join", f"localhost:{port}", *words, folder=tmp_path).end(code=2)
-    assert "in column 'triage' (33 rows), which is none of the classes that labels= declares (DESC, HUM)" in said
+    assert "in column 'triage' (rows: 33), which is none of the classes that labels= declares (DESC, HUM)" in said
     server.kill()
 
 

@@ -21,6 +21,7 @@ from atlas_fl.events import Note
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.format import human_bytes
 from atlas_fl.runtime.transport import certificates
+from atlas_fl.storage.digests import file_sha256
 
 
 def serve(options: cli.ServeOptions) -> int:
@@ -32,8 +33,8 @@ def serve(options: cli.ServeOptions) -> int:
     service = ServerOptions(**choices_of(ServiceChoices, options), certs=Path(options.certs))
     with show_progress() as on_event, going_on("the same command"), _sigterm_as_ctrl_c():
         if config.robust.max_share < 1:
-            bound = f"--max-share {config.robust.max_share:g} bounds what a claim of examples weighs in an average"
-            on_event(Note(f"{bound}; --max-share 1 gives the weights of FedAvg"))
+            most = f"no site counts for more than {config.robust.max_share:.0%} of an average"
+            on_event(Note(f"{most}, whatever number of examples it states (--max-share)"))
         serve_final_models(config, service, on_event, again=options.again)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
@@ -54,10 +55,9 @@ def join(options: cli.JoinOptions) -> int:
     """Take part as these words say; 0."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
-    settings = options.config
-    pinned = None
-    if settings is not None:  # the settings that `atlas serve` has with this file
-        pinned = pinned_config(base_config([Words("--config", (settings,))], implied=cli.ServeOptions.implied))
+    # the settings that `atlas serve` has with this file
+    words = [] if options.config is None else [Words("--config", (options.config,))]
+    pinned = pinned_config(base_config(words, implied=cli.ServeOptions.implied)) if words else None
     joining = SiteOptions(
         **choices_of(SiteChoices, options), address=options.address, certs=Path(options.certs), config=pinned
     )
@@ -110,7 +110,7 @@ def _certify(options: cli.CertsOptions) -> list[str]:
         made = certificates.request_cert(Path(options.to or subject), name=subject)
         return [
             f"made {made}; its key is {made.with_name(certificates.KEY)} and stays here",
-            f"SHA-256 of the public key: {certificates.request_digest(made)}",
+            f"SHA-256 of the request: {file_sha256(made).hexdigest()}",
             "send the request to the holder of the folder ca, for `atlas certs sign`, and put the"
             f" {certificates.CA} and {certificates.CERT} that come back into {made.parent}",
         ]
@@ -129,12 +129,9 @@ def _certify(options: cli.CertsOptions) -> list[str]:
         )
     else:
         folders = [certificates.sign_request(Path(subject), folder=to, days=options.days)]
-        name, digest = folders[0].name, certificates.request_digest(Path(subject))
-        lines = [f"made {folders[0]} for client {name}, who may join now", f"SHA-256 of the public key: {digest}"]
-        remedy = (
-            f"send both files back, neither is secret, once {name} has read the same SHA-256 to you; if it is another,"
-            f" `atlas certs revoke {name} --to {to}`"
-        )
+        name, digest = folders[0].name, file_sha256(Path(subject)).hexdigest()
+        lines = [f"made {folders[0]} for client {name}, who may join now", f"SHA-256 of the request: {digest}"]
+        remedy = f"send both files back; if the site had another SHA-256, first `atlas certs revoke {name} --to {to}`"
     sites = [folder for folder in folders if folder.name not in (certificates.AUTHORITY, certificates.SERVER)]
     until = sorted({f"{certificates.holds_until(folder):%Y-%m-%d}" for folder in sites})
     return [*lines, *([f"good until {', '.join(until)}"] if until else []), remedy]

@@ -19,6 +19,8 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.storage.extras import import_extra
 
+LEAST_EXAMPLES = 100
+"""Training examples of a client below which little can be learned with noise on each; 400 were few (privacy.md)."""
 ORDERS = range(2, 513)
 """Orders alpha of Rényi's divergence."""
 
@@ -124,13 +126,16 @@ def spending(examples: int, options: TrainOptions, *, paid_steps: int) -> dict[s
 
 
 def privacy_note(examples: Collection[int], options: TrainOptions) -> tuple[str, ...]:
-    """One line with the budget and the noise of clients with so many examples; none without differential privacy."""
+    """Lines on the budget, the noise, and too few of so many examples; none without differential privacy."""
     if options.dp == "none":
         return ()
     noise = [noise_multiplier(count, options) for count in examples]
-    chance = "n^-1.1 for n examples" if options.delta is None else f"{options.delta:g}"
-    return (
-        f"each training example has epsilon {options.epsilon:g} at delta {chance} over {options.rounds} rounds, by"
-        f" noise of {min(noise):.2f} to {max(noise):.2f} times --clip; validation and test examples are not covered,"
-        " and a simulation is not private, because it draws its noise from --seed",
+    deltas = [delta_of(count, options.delta) for count in examples]
+    budget = (
+        f"each training example has epsilon {options.epsilon:g} at delta {min(deltas):.2g} to {max(deltas):.2g} over"
+        f" {options.rounds} rounds, by noise of {min(noise):.2f} to {max(noise):.2f} times --clip; validation and test"
+        " examples are not covered"
     )
+    few = f"{min(examples)} training examples are too few for --dp example (delta {max(deltas):.2g}): noise hides what"
+    few += " they have in common too; bring some hundreds, or expect the score of always saying the commonest class"
+    return (budget, few) if min(examples) < LEAST_EXAMPLES else (budget,)

@@ -165,7 +165,7 @@ def arrange(
         data = clean(TaskData(train=train, validation=given[1], test=given[0]))
     sizes = {split: len(rows) for split, rows in data.splits.items()}
     left_out = sum(map(len, splits.values())) - sum(sizes.values())
-    lost = f"; {left_out:,} rows are left out, since they repeat or contradict others, or lie in two splits"
+    lost = f"; rows left out: {left_out:,}, which repeat or contradict others, or lie in two splits"
     lost = lost if left_out else ""
     if empty := [split for split, size in sizes.items() if size == 0]:
         what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"

@@ -108,7 +108,7 @@ def data_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
         counts = [client.left_out for client in members]  # of clients of the data's own, or of all that was dealt out
         count = sum(counts) if members[0].task.clients else max(counts)
         if count:
-            lines.append(f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits")
+            lines.append(f"{name}: rows left out: {count:,}, which repeat or contradict others, or lie in two splits")
     return tuple(lines)
 
 
@@ -458,7 +458,7 @@ def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
         kind, apart = "classes", float(np.mean([row["distance"] for row in rows]))
         one_class = [row["client"] for row, number in zip(rows, classes, strict=True) if number == 1]
         little = f"; {first_of(one_class)}: one class alone, so that a score says little" if one_class else ""
-        end = f"labels {apart:.2f} from the task's mix (0 to 1){little}"
+        end = f"mixes of labels are {apart:.2f} from the task's on average (0 equal, 1 nothing in common){little}"
     else:
         kind, labels = "labels", sum(size * row["cardinality"] for size, row in zip(sizes, rows))
         end = f"{labels / sum(sizes):.2f} labels an example"

@@ -164,8 +164,8 @@ def _encoding(binary: BinaryIO, given: str | None) -> tuple[str, str]:
         if not is_ascii or not error.object[: error.start].isascii():
             both = f"byte {place:,} is no UTF-8 and characters before it are"
             raise ValueError(f"{both}; save it in one encoding, or add encoding=cp1252") from None
-        lines += _line_ends(error.object[: error.start])
-        return "cp1252", f"read as cp1252, since line {lines:,} is no UTF-8; encoding= names another"
+        line = lines + _line_ends(error.object[: error.start])
+        return "cp1252", f"read as cp1252, since line {line:,} is no UTF-8; encoding= names another"
     return "utf-8-sig", ""
 
 

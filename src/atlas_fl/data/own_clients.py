@@ -55,17 +55,12 @@ class Dealing:
         return None if self.task is None else self.task.partition(":")[0]
 
     @property
-    def columns(self) -> dict[str, str]:
-        """The column that each of these options names."""
-        client = None if self.client == BY_FILE else self.client
-        named = {"client": client, "split": self.split, "order": self.order, "group": self.group}
-        return {option: name for option, name in {**named, "task": self.task_column}.items() if name is not None}
-
-    @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
-        """These columns, and what may be in them (`tables.CHECKS`)."""
-        kinds = {"client": "text", "split": "split", "order": "time", "group": "text", "task": "class"}
-        return tuple((name, kinds[option]) for option, name in self.columns.items())
+        """The columns that these options name, and what may be in them (`tables.CHECKS`)."""
+        client = None if self.client == BY_FILE else self.client
+        columns = (client, self.split, self.order, self.group, self.task_column)
+        named = zip(columns, ("text", "split", "time", "text", "class"), strict=True)
+        return tuple((name, kind) for name, kind in named if name is not None)
 
 
 def read_options(name: str, options: Mapping[str, str]) -> Dealing:

@@ -293,8 +293,8 @@ class _Chosen:
             empty = f"{self.origin} is empty; give it a header and at least one row"
             raise DataError(lacking if counts["skipped"] else empty)
         notes = {
-            f"{counts['empty']:,} empty rows are skipped": counts["empty"],
-            f"{counts['skipped']:,} rows without a value in {self._names('or')} are skipped": counts["skipped"],
+            f"empty rows skipped: {counts['empty']:,}": counts["empty"],
+            f"rows without a value in {self._names('or')} skipped: {counts['skipped']:,}": counts["skipped"],
             f"{len(self.rows):,} of {counts['fit']:,} rows are drawn": counts["fit"] - len(self.rows),
         }
         remarks = (*self.remarks, *(remark for remark, count in notes.items() if count))

@@ -244,6 +244,7 @@ class Columns:
         elif self.target is None:
             kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
             hint = "; name the columns of the text and the label with text= and label="
+        named = {**vars(self.dealing), "task": self.dealing.task_column}
         return formats.Reading(
             columns=(*kinds.items(), *self.dealing.kinds),
             sep=formats.SEPARATORS.get(self.sep or "", self.sep),
@@ -251,7 +252,7 @@ class Columns:
             missing=self.missing,
             rows=None if self.rows is None else int(self.rows),
             hint=hint,
-            options={name: option for option, name in self.dealing.columns.items()},
+            options={name: option for option, name in named.items() if isinstance(name, str)},
             class_names=self.has_classes,
         )
 
@@ -496,7 +497,7 @@ def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
     if other:
         (word, count), *_ = other.most_common()
         raise DataError(
-            f"{origin} has {short_repr(word)} in column {columns.label!r} ({count:,} rows), which is none of"
+            f"{origin} has {short_repr(word)} in column {columns.label!r} (rows: {count:,}), which is none of"
             f" the classes that labels= declares ({', '.join(columns.labels)}); mend the rows, or declare it"
         )
 

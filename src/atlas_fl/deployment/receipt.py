@@ -16,6 +16,7 @@ from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 RECEIPT = "atlas.json"
+OTHER_RUN = "has the model of another run"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk that has no room."""
 
@@ -57,14 +58,9 @@ def read_receipt(to: Path, *, client: str) -> Receipt | None:
     return receipt
 
 
-def occupied_error(to: Path) -> ConfigError:
+def occupied_error(to: Path, what: str = "exists already") -> ConfigError:
     """The error for a place that something else has."""
-    return ConfigError(f"{to} exists already; name another folder with --to, or move it away")
-
-
-def other_run_error(to: Path) -> ConfigError:
-    """The error for a place that has the client's model of another run."""
-    return ConfigError(f"{to} has the model of another run; name another folder with --to, or move it away")
+    return ConfigError(f"{to} {what}; name another folder with --to, or move it away")
 
 
 def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:

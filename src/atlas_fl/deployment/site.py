@@ -21,6 +21,7 @@ from atlas_fl.data.clients import (
     Sizes,
     data_notes,
     label_statistics,
+    majority,
     make_clients,
     site_client,
     task_of_client,
@@ -29,7 +30,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
-from atlas_fl.deployment.receipt import Receipt, other_run_error, read_receipt, write_model
+from atlas_fl.deployment.receipt import OTHER_RUN, Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_settings,
@@ -287,7 +288,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         check_store(private)
     receipt = read_receipt(to, client=name)
     if receipt is not None and joining.config is not None and config_hash(joining.config) != receipt.config:
-        raise other_run_error(to)
+        raise occupied_error(to, OTHER_RUN)
     plugins = plugins_said(pin_plugins(joining.plugin))
     said = {"version": versions()["atlas_fl"], "config": None, "plugins": plugins, "model": None}
     link = _link(joining, certs, said, on_event)
@@ -296,10 +297,10 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             settings = _settings_of(link, joining, said)
             if receipt is not None:
                 if config_hash(settings) != receipt.config:
-                    raise other_run_error(to)
+                    raise occupied_error(to, OTHER_RUN)
                 on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
                 if not confirm_saved(link, receipt.model):
-                    raise other_run_error(to)
+                    raise occupied_error(to, OTHER_RUN)
                 has_model = True
                 left = clear_store(private, Owner(client=name, config=receipt.config))
             else:
@@ -329,11 +330,10 @@ def _sums(config: Config, joining: SiteOptions, *, secret: Path, examples: int) 
         certificate=certs.cert,
         examples=examples,
     )
-    least = max(LEAST, joining.secure)
     return SumSite(
         identity=identity,
         settings=noisy_settings(config, (certs.name,)),
-        least=least,
+        least=max(LEAST, joining.secure),
         secret=load_or_create_secret(secret),
         pay=SumRecord(path=secret.with_name(f"{certs.name}-sums")).pay,
     )
@@ -383,6 +383,8 @@ def _work(
         # a site with --dp has an --epsilon, or its settings were refused
         pay_run(account, f"{run} {of_server}", cost_of_run(settings), delta=delta, most=joining.epsilon or 0.0)
     examples = len(client.train)
+    shares = {split: majority(rows) for split, rows in client.splits.items() if client.task.metric_name == "accuracy"}
+    baselines = {f" on {split}": f" (commonest class: {share:.3f})" for split, share in shares.items() if share}
     worker = SiteClient(
         name=name,
         load_site=home,
@@ -404,6 +406,7 @@ def _work(
             starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
             most_rounds=most_rounds(joining, examples=examples),
         ),
+        baselines=baselines,
         sums=_sums(settings, joining, secret=secret, examples=examples) if settings.mixing.secure else None,
     )
     has_model = bool(worker.run())
@@ -449,22 +452,18 @@ def _settings_of(link: Link, joining: SiteOptions, said: Head) -> Config:
     The server is told the hash of others, so that its log says why this site does not come.
     """
     text = link.welcome.get("settings")
-    server_hash = link.welcome.get("config")
     if not isinstance(text, str):
         raise ProtocolError("the server sent no settings; install its version of atlas-fl")
     config = parse_config(text, origin=f"what {joining.address} sent")
-    own_hash = config_hash(config)
-    if own_hash != server_hash:
+    if config_hash(config) != link.welcome.get("config"):
+        there = one_line(link.welcome.get("config"), limit=16)
         raise ProtocolError(
-            f"the server's settings have hash {own_hash} here and {one_line(server_hash, limit=16)} there; install"
-            " its version"
+            f"the server's settings have hash {config_hash(config)} here and {there} there; install its version"
         )
     if joining.config is not None and (changed := differences(joining.config, config)):
         with suppress(ProtocolError):
             link.exchange({"kind": "register", **said, "config": config_hash(joining.config)})
-        values = [
-            f"{key} is {short_repr(here)} here, {short_repr(there)} there" for key, (here, there) in changed.items()
-        ]
+        values = [f"{key} is {short_repr(here)} here, {short_repr(at)} there" for key, (here, at) in changed.items()]
         raise ProtocolError(
             f"the server's settings are not those of --config ({first_of(values)}), and this site works for no others;"
             " ask who runs the server which are right, and change this file or the server's"

@@ -71,11 +71,10 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
 def reference_assembly(assembly: Assembly, folder: RunFolder, *, at_sites: bool) -> tuple[Assembly | None, str]:
     """(the clients that train alone beside this run, a line on their number and cost, or on why there are none)."""
     config = assembly.config
-    if config.run.alone == "none" or not strategy_of(config).communicates:
+    if at_sites or config.run.alone == "none" or not strategy_of(config).communicates:
         return None, ""
-    why = "their data are at sites" if at_sites else "--centralized has one client a task" * config.data.centralized
-    if why:
-        return None, f"no client is trained alone for comparison: {why}"
+    if config.data.centralized:
+        return None, "no client is trained alone for comparison: --centralized has one client a task"
     try:
         reference = reference_config(config, folder)
     except AtlasError as error:

@@ -26,6 +26,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
+from atlas_fl.data.task import Task
 from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
@@ -297,6 +298,7 @@ def export_model(
         images=family.images,
         writes=writes,
         labels=labels,
+        max_length=config.data.max_length or Task.max_length,
         multilabel=multilabel,
         missing_prior=missing,
         lacks_prior=LACKS_PRIOR,

@@ -156,6 +156,8 @@ def _train_remaining(
     reference, line = reference_assembly(assembly, folder, at_sites=at_sites)
     if line:
         emit(Note(line))
+    if not at_sites and config.training.dp != "none":
+        emit(Note("a simulation is not private: it draws its noise from --seed"))
     hostile = with_attackers(engine, config, assembly.clients)
     assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
     summary = _summarise_run(assembly, recorder)

@@ -180,6 +180,5 @@ def noise_notes(config: Config, names: Sequence[str], groups: Sequence[SumGroup]
         f"each client has epsilon {training.epsilon:g} at delta {delta_of(len(names), training.delta):.2g} over"
         f" {training.rounds} rounds, by noise of {multiple:.2f} times the clip {clip_of(config):g} in every sum{bands}:"
         f" in the means it is {ratio:.2g} times the largest update{hopeless if ratio > 1 else ''}; counts of examples"
-        f" and labels, {'and scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered,"
-        " and a simulation is not private, because it draws its noise from --seed",
+        f" and labels, {'and scores' if config.mixing.secure else 'scores, and what the server sees'} are not covered",
     )

@@ -333,9 +333,9 @@ def _closing_note(summary: Entry) -> str:
 
 
 def _than_whole(sent: Entry) -> str:
-    """Bytes saved or added against the whole model; empty if whole models were sent and no mask saved any."""
+    """Bytes saved or added against the whole model; empty if nothing, or whole models without a mask were sent."""
     saved = sent.get("full_model", {}).get("reduction")
-    if saved is None or (saved <= 0 and "weights" in sent["by_kind"]):
+    if saved is None or not sent["total"] or (saved <= 0 and "weights" in sent["by_kind"]):
         return ""
     return f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the whole model in every round"
 

@@ -99,7 +99,7 @@ def _outcome(record: Record) -> list[Block]:
         ("sent in all", size(record.totals.total), f"{size(record.totals.up).text} up"),
     ]
     full = (summary.get("bytes") or {}).get("full_model", {})
-    if "reduction" in full:
+    if "reduction" in full and record.totals.total:
         facts.append(("less than the whole model in every round", share(full["reduction"]), ""))
     spent = [row["epsilon"] for row in record.metrics if row.get("epsilon") is not None]
     most = "largest epsilon of a client; noise from the seed of a simulation protects nobody"

@@ -134,10 +134,9 @@ class ClientProxy:
             return f"{self.name} ({self.removal_reason})"
         if self.refusal_reason:
             return f"{self.name} (refused: {one_line(self.refusal_reason)})"
-        if self.metadata is not None:
-            return f"{self.name} (it was here and is gone)"
         if self.has_come:
-            return f"{self.name} (it was here and did not register; its own last line says why)"
+            after = "is gone" if self.metadata is not None else "did not register; its own last line says why"
+            return f"{self.name} (it was here and {after})"
         return self.name
 
 

@@ -353,10 +353,9 @@ class ClientManager:
             if not self.reject_disagreeing(clients):
                 break  # who was turned away may register anew while there is time
         registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
-        enough = len(registered) >= min_clients
-        here = [name for name in registered if enough or self.clients[name].connected]
+        here = [name for name in registered if len(registered) >= min_clients or self.clients[name].connected]
         missing = ", ".join(client.describe_missing() for client in clients if client.name not in here)
-        if not enough:
+        if len(registered) < min_clients:
             after = "" if any(client.removal_reason for client in clients) else f" after {seconds:g} seconds"
             raise ProtocolError(
                 f"{len(here)} of {len(clients)} clients are here{after}, missing: {missing};"

@@ -1,7 +1,7 @@
 """The client loop of a site: register, run jobs, save the final model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.job import Job
@@ -88,6 +88,8 @@ class SiteClient:
     """Saves the final model, given its digest at the server."""
     policy: Policy
     """The consent of the site."""
+    baselines: Mapping[str, str] = field(default_factory=dict)
+    """By place, such as ` on test`, what stands beside a score there: the score of no training."""
     sums: SumSite | None = None
     """Sends trained models into secure sums alone; None where the settings have none."""
     _registrations: int = 0
@@ -149,7 +151,8 @@ class SiteClient:
             if type(number) is not int or (job.cut is None) is not (cut_info is None):
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
-            self.on_event(PhaseStarted(f"{action}{on}, round {job.round}"))
+            when = f"round {job.round}" if job.round else "for the plan"
+            self.on_event(PhaseStarted(f"{action}{on}, {when}"))
             self.policy.check_model(action, job)
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
@@ -160,7 +163,7 @@ class SiteClient:
                 update = CLIENT_SIDE[action](job, site, crossing)
                 closing_messages = crossing.closing
             if "primary" in update.metrics:  # else the server has the head
-                self.on_event(Note(f"score{on}, round {job.round}: {update.metrics['primary']:.3f}"))
+                self.on_event(Note(f"score{on}, {when}: {update.metrics['primary']:.3f}{self.baselines.get(on, '')}"))
         except ProtocolError:
             raise
         except ModelError:

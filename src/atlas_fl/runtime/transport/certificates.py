@@ -41,10 +41,7 @@ EARLY = timedelta(hours=1)
 """Time that a certificate holds before it is made: clocks differ."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_READABLE = (
-    "give a folder of `atlas certs make` as it was made; where the site made its key, put the ca.pem and cert.pem that"
-    " came back into the folder of `atlas certs request`, and give that"
-)
+_READABLE = "give a folder of `atlas certs make`, or put ca.pem and cert.pem into that of `atlas certs request`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,16 +241,6 @@ def public_key_of(pem: bytes, *, name: str, ca: bytes) -> ec.EllipticCurvePublic
     if _only_name(leaf.subject) != name or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ProtocolError(f"a certificate of {short_repr(name)} is another's; ask who runs the server")
     return key
-
-
-def request_digest(request: Path) -> str:
-    """The SHA-256 of the public key in a request (its DER form), by which two people compare it.
-
-    Raises `ConfigError` where it is no request that its own key has signed.
-    """
-    _, key = _read_request(request)
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 def _only_name(subject: x509.Name) -> str:
