@@ -74,36 +74,15 @@ def share(number):
         return {name: tensor * kept for name, tensor in change.items()}
     return act
 """
-REPORTING = """
-import torch
-
-from atlas_fl.aggregation.matrices import average
-from atlas_fl.methods.method import Method
-from atlas_fl.plugins import register
-
-
-@register("method")
-class ByStartLoss(Method):
-    \"""Weights by the loss of the model that a client was sent, which it reports (as q-FedAvg's are).\"""
-
-    name = "by_start_loss"
-    report = "start_loss"
-
-    @classmethod
-    def measure(cls, report):
-        return {client: {"value": torch.tensor(loss)} for client, loss in report.loss().items()}
-
-    def rule(self, step):
-        reports = {} if step.models is None else step.models.answers.reports.get("start_loss", {})
-        losses = [float(reports[name]["value"]) if name in reports else 1.0 for name in step.federation.clients]
-        return average([max(loss, 1e-3) ** 2 for loss in losses], step.groups, step.present)
-"""
+PAGE = (Path(__file__).parents[2] / "docs/guides/add-a-method.md").read_text(encoding="utf-8")
+REPORTING = PAGE[PAGE.index("## A report") :].split("```python\n")[1].split("```")[0]
+"""The method of the page, as it stands there."""
 WRITTEN = {"term": TERM, "metric": METRIC, "fingerprint": FINGERPRINT, "filter": FILTER, "reporting": REPORTING}
 CHOSEN: Mapping[str, Any] = {"partition": "staircase", "fingerprint": "signs"}
 """The settings that name what the plug-ins register; terms and metrics act without one."""
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "inverse_loss": {"strategy": "inverse_loss", "update_filter": ("share", "noise=0.0001")},
-    "by_start_loss": {"strategy": "by_start_loss"},
+    "q_fedavg": {"strategy": "q_fedavg"},
 }
 """No filter goes with a method that asks for reports."""
 KINDS = """
@@ -160,7 +139,7 @@ def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume
     labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="workers")).plan)["data"]}
     assert labels["movie-0"]["negative"] > labels["movie-1"]["negative"]
     sent = [row for row in rows(whole, "ledger") if row["kind"] == "report"]
-    rounds = (1, 2) if method == "by_start_loss" else ()
+    rounds = (1, 2) if method == "q_fedavg" else ()
     assert {(row["direction"], row["round"]) for row in sent} == {("up", round) for round in rounds}
     scored: dict[Any, Any] = {
         row["client"]: row["margin"] for row in rows(whole) if row.get("split") == "test" and "margin" in row

@@ -70,7 +70,7 @@ class DataConfig:
     max_length: Annotated[int | None, Range(least=4, at_site=2**16)] = None
     """Longest sequence in tokens; the task's own limit by default."""
     devices: Annotated[tuple[str, ...], Mark.COMMON] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
-    """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
+    """Device profiles (`atlas list devices`), dealt out to the clients in turn; your own data alone: `laptop_8gb`."""
     device: tuple[str, ...] = ()
     """A profile of your own: `name=memory_gb=3,gflops=50,...` with every number from memory_gb to max_rank that
     `atlas list devices` shows; may be repeated."""
@@ -316,7 +316,7 @@ class ImagesConfig:
         Mark.COMMON,
         Mark.WORD_OR_NUMBER,
     ] = ALL_CLASSES
-    """Classes of each client of an image task: `iid` (all of them), or a number."""
+    """Classes of each client: `iid` (all of them), or a number, for images or with `--partition pathological`."""
     validation_share: Annotated[float | None, Range(above=0, below=1), Mark.OF_IMAGES] = None
     """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
     most 2,000, by default."""
@@ -455,7 +455,8 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
-    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client; your own
+    data alone: 8, unless you give devices."""
     candidates: Annotated[
         tuple[int, ...],
         Range(least=1, at_site=1024),
