@@ -455,8 +455,8 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
-    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client; your own
-    data alone: 8, unless you give devices."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client; your
+    own data alone: 8, unless you give devices."""
     candidates: Annotated[
         tuple[int, ...],
         Range(least=1, at_site=1024),
