@@ -1,5 +1,6 @@
 """Runs with a budget of differential privacy: spent, recorded, gone on with; what is not covered is refused."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,7 @@ def test_sites_spend_their_own_budgets_and_the_audit_computes_them_again(federat
     sites = [fed.join(name, port, "--dp", "example", "--epsilon", "1") for name in SITES]
     said = [site.end() for site in sites]
     assert "with noise of epsilon 1 for each example" in said[0]
+    assert re.search(r"note: a new account of what this site spends is \S+-privacy\n", said[0])
     server.end()
     passing_audit(fed.served.path, "epsilon")
     fed.is_as_simulated()
@@ -114,6 +116,7 @@ def test_a_site_whose_budget_is_spent_trains_no_more_and_the_run_goes_on(federat
     said = [site.end() for site in sites]
     assert f"no train of {first} in round 2: it cannot do this; its own screen says why" in server.end()
     assert "does not do this job: the training examples here would spend epsilon" in said[0]
+    assert re.search(rf"note: the account of what this site spends is \S*{first}-privacy\n", said[0])
     passing_audit(fed.served.path, "epsilon")
     assert {row["client"] for row in rows(fed.served.path) if row.get("split") == "train" and row["round"] == 2} == {
         name for name in SITES if name != first

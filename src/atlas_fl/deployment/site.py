@@ -376,8 +376,11 @@ def _work(
         on_event(Note(line))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
+    account = secret.with_name(f"{name}-{'runs' if joining.dp == 'client' else 'privacy'}")
+    if settings.training.dp == "example" or joining.dp == "client":
+        on_event(Note(f"{'the' if account.exists() else 'a new'} account of what this site spends is {account}"))
     if joining.dp == "client":
-        account, delta = secret.with_name(f"{name}-runs"), delta_of(1, settings.training.delta)
+        delta = delta_of(1, settings.training.delta)
         # the server's noise is another in every run, and this site's follows from the settings and its secret
         of_server = "" if settings.mixing.secure else read(Sha256, link.welcome.get("run"), "the server's welcome: run")
         # a site with --dp has an --epsilon, or its settings were refused
