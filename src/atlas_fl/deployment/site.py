@@ -296,10 +296,9 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         with link:
             settings = _settings_of(link, joining, said)
             if receipt is not None:
-                if config_hash(settings) != receipt.config:
-                    raise occupied_error(to, OTHER_RUN)
-                on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
-                if not confirm_saved(link, receipt.model):
+                if is_of_run := config_hash(settings) == receipt.config:
+                    on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
+                if not (is_of_run and confirm_saved(link, receipt.model)):
                     raise occupied_error(to, OTHER_RUN)
                 has_model = True
                 left = clear_store(private, Owner(client=name, config=receipt.config))
