@@ -73,7 +73,10 @@ RUNS: Mapping[str, str] = {
         f"atlas compare {TINY} --strategies local fedavg_cluster atlas --seeds 3 --rounds 1"
     ),
     "atlas report {}": "atlas report runs/stopped --page-only",
-    "atlas export": "atlas export runs/stopped --client movie-0 --to exported",
+    **dict.fromkeys(
+        ("atlas export", "atlas export {} --client NAME --to FOLDER"),
+        "atlas export runs/stopped --client movie-0 --to exported",
+    ),
 }
 """By command, the words with which it must succeed in a folder with a run that was stopped, and certificates."""
 EXPLAINED = {

@@ -461,7 +461,8 @@ def test_a_server_with_another_model_is_told_the_digests_and_nothing_of_the_data
     found = lie_to(wrong, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME)
     assert re.search("here and ffffffffffffffff at the server; .*give the server's model with --model", found.error)
     ((head, tensors),) = found.link.sent
-    assert head.keys() == {"kind", "version", "config", "model", "vocabulary", "architecture", "tokenizer", "plugins"}
+    digests = {"config", "model", "vocabulary", "architecture", "tokenizer", "plugins", "run"}
+    assert head.keys() == {"kind", "version", *digests}
     assert tensors == {}
 
 

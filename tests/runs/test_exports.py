@@ -262,7 +262,7 @@ def test_of_very_many_clients_models_are_written_when_they_are_asked_for(
     notes: list[str] = []
     config = small("bert", ("kind",), strategy="fedavg", rounds=1, name="many")
     many = run_config(config, on_event=lambda event: notes.append(getattr(event, "text", "")))
-    said = f"2 models are not written one by one; atlas export {many.folder} --client NAME --to FOLDER writes one"
+    said = f"2 models are not written one by one; `atlas export {many.folder} --client NAME --to FOLDER` writes one"
     assert said in notes and not (many.folder / "adapters").exists()
     written = export_client(many.folder, client="kind-0", to=tmp_path / "one")
     name = "adapter_model.safetensors"

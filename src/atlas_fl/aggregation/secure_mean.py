@@ -269,5 +269,6 @@ def secure_notes(groups: Sequence[SumGroup]) -> tuple[str, ...]:
     sums = ", ".join(f"{group.what} over {len(group.clients)} clients" for group in groups)
     return (
         f"secure sums: of models the server sees the mean of {sums}, and nothing of a"
-        " single client, whose update it cannot bound (--norm-bound); of each it sees examples, losses and scores",
+        " single client, whose update it cannot bound (--norm-bound); of each it sees counts of examples, losses and"
+        " scores",
     )

@@ -82,7 +82,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
         # equal models of clients with priors of their own do not score alike
         exported = {name: models[name] for name in dict.fromkeys(deduplicate_models(models).values())}
     if len(exported) > MOST_EXPORTED:
-        remedy = f"atlas export {folder.path} --client NAME --to FOLDER writes one"
+        remedy = f"`atlas export {folder.path} --client NAME --to FOLDER` writes one"
         on_event(Note(f"{len(exported):,} models are not written one by one; {remedy}"))
         return
     notes: dict[str, None] = {}
