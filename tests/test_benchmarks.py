@@ -10,8 +10,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from atlas_fl.aggregation.matrices import laplacian_step
 from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.cli.main import main
 from atlas_fl.config import validate
@@ -62,6 +64,28 @@ def test_a_declared_federation_is_a_preset_of_its_own_that_can_be_run(flags: str
     config = validate(base_config(split(words[: 2 * (len(words) // 2)])))
     same = [other for other in FEDERATIONS.values() if f"{other} ".startswith(f"--preset {config.run.preset} ")]
     assert same == [flags]
+
+
+CONTROLS = tomllib.loads((ROOT / "benchmarks/controls.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        (flags, method)
+        for part in CONTROLS.values()
+        for flags in part["federations"].values()
+        for method in part["methods"]
+    ],
+)
+def test_a_declared_control_can_be_run(flags: str, method: str) -> None:
+    validate(base_config(split([*flags.split(), "--strategy", method])))
+
+
+def test_one_share_for_all_is_one_share_for_all() -> None:
+    """On a uniform graph of three: 1 - eta of one's own model, and half of eta of each other's."""
+    step = laplacian_step(np.ones((3, 3)) - np.eye(3), eta=0.4, present=np.ones(3, bool))
+    assert step == pytest.approx(np.full((3, 3), 0.2) + 0.4 * np.eye(3))
 
 
 def test_declared_units_are_known_methods_each_once_in_every_federation_of_its_part() -> None:
