@@ -25,7 +25,7 @@ HEADS: Mapping[str, frozenset[str]] = {
     "register": frozenset(
         {
             *("kind", "version", "config", "model", "device", "images", "left_out", "multilabel"),
-            *("vocabulary", "architecture", "tokenizer", "plugins"),
+            *("vocabulary", "architecture", "tokenizer", "plugins", "run"),
             *("task", "num_labels", "metric", "positive", "label_names", "max_length", "examples", "labels", "lengths"),
         }
     ),

@@ -47,6 +47,7 @@ def test_words_of_a_client_are_read_with_the_defaults_of_a_site() -> None:
     assert honest["right"] < hostile["right"]
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_under_differential_privacy_nothing_is_read_beyond_chance() -> None:
     """At the settings with which more than half of the words are right without noise."""

@@ -128,7 +128,9 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(federat
 ENDED = "atlas: the server was stopped before the run was complete; start this command again once `atlas serve` is"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, None])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, *(pytest.param(how, marks=pytest.mark.product) for how in (signal.SIGTERM, None))]
+)
 def test_sites_end_with_a_server_that_is_stopped_and_go_on_when_both_are_started_again(
     federation: Federations, how: signal.Signals | None
 ) -> None:

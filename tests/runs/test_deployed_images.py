@@ -93,7 +93,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Federations, tmp_pat
     sites = {name: fed.join(name, port) for name in SITES}
     trains = round_participants(config, SITES, round=1)[0]
     scores = next(name for name in SITES if name != trains)
-    for name, work in ((scores, "sensitivity, round 0"), (trains, "train, round 1")):
+    for name, work in ((scores, "sensitivity, for the plan"), (trains, "train, round 1")):
         sites[name].wait_for(work)
         sites[name].kill()
         server.wait_for(f"{name} is gone")

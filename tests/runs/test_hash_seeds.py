@@ -85,6 +85,7 @@ def check_same(files: Sequence[Path], folder: Path) -> None:
     assert not differing
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Make, tmp_path: Path) -> None:
     check_same(settings(config, tmp_path, QUICK), tmp_path)

@@ -82,6 +82,7 @@ def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole:
         "control",
         "fingerprint",
         "adapter",
+        "importance",
         "head",
         "halves",
     }

@@ -11,6 +11,7 @@ from tests.runs.test_compose import DEPLOY
 SITES = tuple(f"site-{k}" for k in range(1, 5))
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_a_site_is_killed_in_mid_round_and_the_sums_go_on_and_are_audited(programs: Programs, tmp_path: Path) -> None:
     settings = (DEPLOY / "fed.toml").read_text().replace("clients_per_task = 3", "clients_per_task = 4")

@@ -80,6 +80,7 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(config: Make, whole: RunResult) -> None:
     """Round one, which two processes make, has the files of the whole run, too."""
