@@ -107,7 +107,7 @@ class ImportanceHalf(split_server.GradientHalf):
 
 
 def _numbers(told: Tensor | None, shape: tuple[int, int]) -> np.ndarray | None:
-    """What a client has told as float64 of this shape; None where it is missing, or anything else."""
+    """The numbers that a client has told, float64 of this shape; None where they are missing, or anything else."""
     if told is None or told.dtype is not torch.float64 or told.shape != shape or not told.isfinite().all():
         return None
     return told.numpy()
