@@ -104,8 +104,8 @@ DITTO = TunedMethod(
     ),
 )
 SAID = (
-    "3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen: ditto lr 0.01,"
-    " second_weight 0.1 (validation 0.900)"
+    "3 settings tried on seeds 9001, 9002, lr 0.01..0.02; chosen, with the validation score: ditto lr 0.01,"
+    " second_weight 0.1 of 0.1..0.5 (0.900)"
 )
 
 
@@ -125,9 +125,7 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
         for lr, parts in ((0.01, "all"), (0.02, "all"), (0.01, "head_then_rest"))
     ]
     said = str(TunedMethod(strategy="kriging", trials=tuple(trials)))
-    assert said.endswith(
-        "lr 0.01..0.02, trained_parts all or head_then_rest; chosen lr 0.02, trained_parts all (validation 0.520)"
-    )
+    assert said.endswith("lr 0.01..0.02; chosen lr 0.02, trained_parts all of all or head_then_rest (validation 0.520)")
 
 
 @pytest.mark.slow

@@ -77,9 +77,10 @@ def test_one_sentence_says_who_is_ahead(groups, comparison) -> None:
     mean = {name: row.statistics.mean for name, row in comparison.rows.items()}
     ahead, behind = mean["atlas"] - mean["fedavg_cluster"], mean["fedavg_cluster"] - mean["local"]
     clients = len(comparison.clients)
-    chance = "p 0.25, not significant; 3 seeds cannot show less than 0.25"
+    chance = "p 0.25, not significant"
     assert comparison_sentence(comparison) == (
-        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, {chance});"
+        f"atlas is ahead of fedavg_cluster by {ahead:.3f} (better on {clients} of {clients} clients, {chance};"
+        " 3 seeds cannot show less than 0.25);"
         f" local is behind it by {behind:.3f} (better on 0 of {clients} clients, {chance})"
     )
     one_seed = compare_methods({name: runs[:1] for name, runs in groups.items()}, control="local")

@@ -62,19 +62,21 @@ class TunedMethod:
         return max(self.trials, key=lambda trial: trial.validation)
 
     def __str__(self) -> str:
-        """`8 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation 0.812)`."""
-        ranges = []
-        for name in self.trials[0].settings:
-            values = [trial.settings[name] for trial in self.trials]
-            numbers = [value for value in values if not isinstance(value, str)]
-            ends = [min(numbers), max(numbers)] if numbers else values
-            between = ".." if numbers else " or "
-            ranges.append(f"{name} {between.join(dict.fromkeys(map(value_words, ends)))}")
+        """`8 settings tried on seeds 9001, 9002, lr 0.005..0.02; chosen lr 0.01, eta 1 of 0..1 (validation 0.812)`."""
+        words = [f"{name} {value_words(value)} of {self._ends(name)}" for name, value in self.best.settings.items()]
+        rate, _, rates = words[0].partition(" of ")
         return (
             f"{len(self.trials)} setting{'s' * (len(self.trials) > 1)} tried on seeds"
-            f" {', '.join(map(str, self.seeds))}: {', '.join(ranges)}; chosen {self.best}"
+            f" {', '.join(map(str, self.seeds))}, lr {rates}; chosen {', '.join([rate, *words[1:]])}"
             f" (validation {self.best.validation:.3f})"
         )
+
+    def _ends(self, name: str) -> str:
+        """`0.005..0.02`, or the choices that were tried."""
+        values = [trial.settings[name] for trial in self.trials]
+        numbers = [value for value in values if not isinstance(value, str)]
+        ends = [min(numbers), max(numbers)] if numbers else values
+        return (".." if numbers else " or ").join(dict.fromkeys(map(value_words, ends)))
 
 
 RunPoints = Callable[[Sequence[Point]], Sequence[Path]]

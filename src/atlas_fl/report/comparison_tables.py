@@ -89,25 +89,15 @@ PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
 
 
 NOTES = {
-    "Scores": "test scores; std: over seeds of the mean over clients",
-    "Clients": (
-        "deviation: between the clients of a task; over guess: gain over guessing the commonest class; hurt: share of"
-        " clients that score less than with local training, FedAvg, or the control"
-    ),
-    "Probabilities": (
-        "test loss: cross-entropy in nats where labels are classes; calibration error: how far the confidence in"
-        " predictions is from their accuracy (Guo et al. 2017)"
-    ),
+    "Scores": "test scores, means over clients and seeds",
+    "Clients": "deviation: of clients in a task; over guess: over the commonest class; hurt: share of clients below it",
+    "Probabilities": "test loss: cross-entropy in nats for classes; calibration error: by Guo et al. 2017",
     "Costs": (
-        "below whole: bytes not sent of those of whole models; client steps: optimizer steps of all clients, second"
-        " models and halves with them; device memory: what training takes of the client that needs most, as the plan"
-        " predicts it"
+        "below whole: bytes saved against whole models; client steps: optimizer steps of all clients, with second"
+        " models and halves; device memory: predicted for the client that needs most"
     ),
     "Against": (f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more"),
-    "Tests against": (
-        "p by sign flips, Holm over the rows; least p: where so many seeds differ; P: Bayesian signed-rank, equal"
-        f" within {ROPE:g}"
-    ),
+    "Tests against": f"p: sign flips; least p: if so many seeds differ; P: Bayesian signed-rank, equal within {ROPE:g}",
 }
 """The note below each table, by its title."""
 

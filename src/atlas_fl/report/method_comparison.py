@@ -161,7 +161,7 @@ def comparison_sentence(compared: MethodComparison | None) -> str:
         verb = "level with" if abs(mean) < LEVEL_WITH else "ahead of" if mean > 0 else "behind"
         size = "" if abs(mean) < LEVEL_WITH else f" by {abs(mean):.3f}"
         better = f"better on {int((round_scores(gains) > 0).sum())} of {len(gains)} clients"
-        chance = _interval_words(compared.by_examples[name]) if compared.by_examples else _chance_words(pair)
+        chance = _interval_words(compared.by_examples[name]) if compared.by_examples else _chance_words(pair, words)
         words.append(f"{name} is {verb} {compared.control if not words else 'it'}{size} ({better}, {chance})")
     return "; ".join([*words[:MOST_NAMED], *([f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else [])])
 
@@ -171,14 +171,15 @@ def _interval_words(interval: Interval) -> str:
     return f"95% {low:+.3f} to {high:+.3f}{', within noise' if low <= 0 <= high else ''}"
 
 
-def _chance_words(pair: PairedComparison | None) -> str:
-    """The p of a difference over seeds."""
+def _chance_words(pair: PairedComparison | None, said: Sequence[str]) -> str:
+    """The p of a difference over seeds, and the least p of so few seeds unless that was said."""
     if pair is None:
         return "one seed"
     if pair.sign_flip_p <= CHANCE or not pair.mean:
         return f"p {pair.sign_flip_p:.2g}"
-    few = f"; {len(pair.differences)} seeds cannot show less than {pair.least_p:.2g}" if pair.least_p > CHANCE else ""
-    return f"p {pair.sign_flip_p:.2g}, not significant{few}"
+    least = f"; {len(pair.differences)} seeds cannot show less than {pair.least_p:.2g}"
+    is_new = pair.least_p > CHANCE and not any(least in words for words in said)
+    return f"p {pair.sign_flip_p:.2g}, not significant{least * is_new}"
 
 
 def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:
@@ -218,7 +219,7 @@ def _row(
 
 def default_control(names: Sequence[str]) -> str:
     """The first of `CONTROLS` that is among these methods, with any settings, or else the first of them."""
-    return next((name for wanted in CONTROLS for name in names if name.split()[0] == wanted), names[0])
+    return next((name for control in CONTROLS for name in names if name.split()[0] == control), names[0])
 
 
 def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:

@@ -1,6 +1,6 @@
 """A table of words and numbers, made once: rich prints it, a page and a figure show it, Markdown and LaTeX hold it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any, ClassVar, TypeAlias
@@ -80,7 +80,12 @@ class Table:
     def without_empty(self) -> "Table":
         """The same table without columns in which nothing is known."""
         rows = [*self.rows, *self.footer]
-        kept = [index for index in range(len(self.columns)) if any(text_of(row[index]) != EMPTY for row in rows)]
+        is_empty = [all(text_of(row[index]) == EMPTY for row in rows) for index in range(len(self.columns))]
+        return self.without([name for name, empty in zip(self.columns, is_empty, strict=True) if empty])
+
+    def without(self, names: Collection[str]) -> "Table":
+        """The same table without the columns of these names."""
+        kept = [index for index, name in enumerate(self.columns) if name not in names]
         columns = [self.columns[index] for index in kept]
         body, footer = ([[row[index] for index in kept] for row in part] for part in (self.rows, self.footer))
         return replace(self, columns=columns, rows=body, footer=footer)

@@ -17,8 +17,12 @@ from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.format import isolate
 from atlas_fl.report.html.comparison_charts import difference_chart, fronts, score_chart
 from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
-from atlas_fl.report.method_comparison import comparison_sentence
+from atlas_fl.report.method_comparison import AVERAGE, comparison_sentence
+from atlas_fl.report.table import Table
 from atlas_fl.storage.run_folder import find_run
+
+SAID_ELSEWHERE = {"seeds", "clients", "std", "d_z"}
+"""Columns that a page leaves out: its words have the first two, its intervals say the others, the CSV has all."""
 
 
 def comparison_page(
@@ -69,26 +73,34 @@ def federations_page(results: Sequence[FederationResults], *, score: Literal["fi
 
 
 def _federation(result: FederationResults, place: int) -> list[Section]:
-    """Sections of one federation: scores, differences from the control, costs."""
+    """Sections of one federation: scores, differences from the control, costs; from the second on some are folded."""
     comparison = result.comparison
-    words = _words(result)
+    words = Text(lines=_words(result))
     if comparison is None:
-        return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=words)])]
-    first, *tables, costs_table = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))
-    more = Folded(title="Clients and probabilities", blocks=tables)
-    scores: list[Block] = [Text(lines=words), score_chart(comparison, place), first, more]
+        return [Section(name=f"federation-{place}", title=result.title, blocks=[words])]
+    hurt = {"hurt: control"} if comparison.control == AVERAGE else set()
+    first, *tables, totals = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))
+    more = Folded(title="Clients and probabilities", blocks=[table.without(hurt) for table in tables])
+    scores: list[Block] = [words, score_chart(comparison, place), _open_in_the_first(first, place), more]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
         title = f"{result.title}: against {comparison.control}"
-        against, tests = pair_tables(comparison)
+        against, tests = (table.without(SAID_ELSEWHERE) for table in pair_tables(comparison))
         pairs: list[Block] = [difference_chart(comparison, place), against, Folded(title="Tests", blocks=[tests])]
         sections.append(Section(name=f"pairs-{place}", title=title, blocks=pairs))
-    costs: list[Block] = [*fronts(comparison, place), costs_table]
+    costs: list[Block] = [*fronts(comparison, place), _open_in_the_first(totals, place)]
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
+
+
+def _open_in_the_first(table: Table, place: int) -> Block:
+    """The table without what the page says elsewhere, folded from the second federation on."""
+    table = table.without(SAID_ELSEWHERE)
+    return Folded(title=table.title, blocks=[table]) if place else table
 
 
 def _words(result: FederationResults) -> list[str]:
     """The outcome of a federation, its dial and settings, how those of each method were chosen, and what is missing."""
+    compared = result.comparison
     own = ", ".join(
         f"{name} {words}"
         for name, words in result.own_settings.items()
@@ -97,23 +109,21 @@ def _words(result: FederationResults) -> list[str]:
     tried: dict[str, list[str]] = {}
     for name, text in result.tuned.items():
         tested, _, chosen = text.partition("; chosen ")
-        tried.setdefault(tested, []).append(f"{name} {chosen}")
+        tried.setdefault(tested, []).append(f"{name} {chosen}".replace("(validation ", "("))
     untuned = ", ".join(name for name in result.seeds if name not in result.tuned)
     lines = [
-        comparison_sentence(result.comparison),
+        comparison_sentence(compared),
         result.words,
         f"Settings of all its runs: {setting_words(result.changed)}" if result.changed else "",
         f"Settings of each method: {own}" if own else "",
-        *(f"{tested}; chosen: {', '.join(chosen)}" for tested, chosen in tried.items()),
+        *(f"{tested}; chosen, with the validation score: {'; '.join(chosen)}" for tested, chosen in tried.items()),
         f"No tuning on record: {untuned}" if untuned else "",
         *(f"{name} lacks the seeds {_listed(seeds)}, and is in no table" for name, seeds in result.incomplete.items()),
         *lines_in_one_place(result),
         f"No method has the seeds of the control; there are {result.seed_words}",
     ]
-    if result.comparison is not None:
-        lines[-1] = (
-            f"Means over {len(result.comparison.clients)} clients and the seeds {_listed(result.comparison.seeds)}"
-        )
+    if compared is not None:
+        lines[-1] = f"Means over {len(compared.clients)} clients and the seeds {_listed(compared.seeds)}"
     return [f"{line}." for line in lines if line]
 
 

@@ -106,7 +106,8 @@ def markdown(page: Page, *, folded: bool) -> str:
     head = [f"{BEGINNING}: {page.title}; {page.subtitle}.", *page.warnings]
     notes: set[str] = set()
     for section in page.sections:
-        head += [f"## {section.title}", *_paragraphs(section.blocks, notes=notes, folded=folded)]
+        paragraphs = [*_paragraphs(section.blocks, notes=notes, folded=folded)]
+        head += [f"## {section.title}", *paragraphs] if paragraphs else []
     return "\n\n".join(head) + "\n"
 
 
