@@ -193,10 +193,10 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
                 f"the plug-in {source.name} lies in the folder of the run that names it, and a run does not bring its"
                 " own code; read it, move it elsewhere, and name its place in config.toml"
             )
-    wanted = {source.pinned: source for source in sources}
-    if list(wanted) != list(_STATE.active):
+    by_pin = {source.pinned: source for source in sources}
+    if list(by_pin) != list(_STATE.active):
         _deactivate()
-        for pinned, source in wanted.items():
+        for pinned, source in by_pin.items():
             if pinned not in _STATE.loaded:
                 _STATE.loaded[pinned] = _run(source)
             _activate(source, _STATE.loaded[pinned])
@@ -208,7 +208,7 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
                 " workers or a resumed run; name the file: run_config(config, plugins=[...]), or"
                 f" RunConfig(plugin=({file!r},))"
             )
-    return tuple(wanted)
+    return tuple(by_pin)
 
 
 def plugin_digests(names: Sequence[str]) -> tuple[str, ...]:

@@ -64,9 +64,9 @@ def _secret_poisson(secret: bytes, mean: float, count: int) -> np.ndarray:
     """
     slope = 0.931 + 2.53 * np.sqrt(mean)
     shift, scale, surely = 0.02483 * slope - 0.059, 1.1239 + 1.1328 / (slope - 3.4), 0.9277 - 3.6224 / (slope - 2)
-    found, drawn = np.zeros(0), 0
-    while len(found) < count:
-        pairs, drawn = 2 * (count - len(found)) + 16, drawn + 1
+    draws, drawn = np.zeros(0), 0
+    while len(draws) < count:
+        pairs, drawn = 2 * (count - len(draws)) + 16, drawn + 1
         words = np.frombuffer(shake_256(derive_secret(secret, drawn)).digest(16 * pairs), "<u8").reshape(2, pairs)
         u, v = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         u -= 0.5
@@ -75,8 +75,8 @@ def _secret_poisson(secret: bytes, mean: float, count: int) -> np.ndarray:
         off = (k - mean) / mean
         chance = -mean * ((1 + off) * np.log1p(off) - off) - 0.5 * np.log(2 * np.pi * k) - 1 / (12 * k)
         is_taken = (np.log(v * scale / (shift / edge**2 + slope)) <= chance) & ((edge >= 0.013) | (v <= edge))
-        found = np.concatenate([found, k[is_taken | ((edge >= 0.07) & (v <= surely))]])
-    return found[:count]
+        draws = np.concatenate([draws, k[is_taken | ((edge >= 0.07) & (v <= surely))]])
+    return draws[:count]
 
 
 def _encode_path(first: object, *path: object) -> bytes:

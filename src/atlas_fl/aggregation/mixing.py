@@ -42,7 +42,7 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
             others = [one for client, one in models_by_client.items() if tasks[client] != tasks[name]]
             everyone = [*peers, *others]
             for key in params:
-                tensors = [held[key] for held in (peers if key.startswith(HEAD) else everyone)]
+                tensors = [known_tensors[key] for known_tensors in (peers if key.startswith(HEAD) else everyone)]
                 # bit for bit, as far as numbers show
                 if tensors and all(one is tensors[0] or torch.equal(one, tensors[0]) for one in tensors):
                     models[name] = {**models[name], key: tensors[0]}

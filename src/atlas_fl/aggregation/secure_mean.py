@@ -140,7 +140,7 @@ def sum_groups(
 
     Raises ConfigError where a client would be summed with fewer than two others, and for rows that are no averages.
     """
-    clients, found = federation.clients, dict[tuple[int, ...], dict[str, list[str]]]()
+    clients, groups_by_source = federation.clients, dict[tuple[int, ...], dict[str, list[str]]]()
     for key in sorted({key for params in models.values() for key in shared_params(params, share)}):
         holders = {k for k, client in enumerate(clients) if key in models[client]}
         for group in groups_of(matrices(key)):
@@ -152,12 +152,12 @@ def sum_groups(
                     )
                 task = federation.head_groups[group.sources[0]]
                 what = f"the head of {task}" if key.startswith(HEAD) else "the adapters"
-                found.setdefault(group.sources, {}).setdefault(what, []).append(key)
+                groups_by_source.setdefault(group.sources, {}).setdefault(what, []).append(key)
                 holders -= {*group.sources}
         for k in sorted(holders):
-            found.setdefault((k,), {}).setdefault(f"{key} of {clients[k]}", []).append(key)
+            groups_by_source.setdefault((k,), {}).setdefault(f"{key} of {clients[k]}", []).append(key)
     groups = []
-    for sources, parts in found.items():
+    for sources, parts in groups_by_source.items():
         names, what = tuple(clients[k] for k in sources), " and ".join(parts)
         if len(names) < LEAST:
             raise ConfigError(

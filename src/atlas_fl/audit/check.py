@@ -123,16 +123,16 @@ class RunCheck:
             self.held = {**self.held, **start}
             self.server_models = {**self.server_models, **start}
         if changes.is_reranked(run, record, round):
-            begun = run.models(round, "begun")
-            yield from changes.check_ranks(plan, self.held, begun)
-            self.held = self.server_models = begun
+            starts = run.models(round, "begun")
+            yield from changes.check_ranks(plan, self.held, starts)
+            self.held = self.server_models = starts
         # once there is a state, clients choose before every aggregation
         is_kept = run.file(round, "begun.safetensors").is_file()
         if formula.begun_faults and (is_kept or (self.state and run.is_aggregated(round))):
-            begun = run.models(round, "begun")
-            faults = formula.begun_faults(run, round, plan, self.held, begun, self.state)
+            starts = run.models(round, "begun")
+            faults = formula.begun_faults(run, round, plan, self.held, starts, self.state)
             yield from (report.AuditRow("chosen", *one) for one in faults)
-            self.held = self.server_models = begun
+            self.held = self.server_models = starts
 
     def _round(self, round: int, record: AuditRecord, after: Models) -> Iterator[report.AuditRow]:
         """The rows of one round, after which clients start with these models."""

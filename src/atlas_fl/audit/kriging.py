@@ -148,15 +148,15 @@ class FromHalves(Since):
         """Fault where a client that was to report has not done so of all tensors, or anything else has changed."""
         if step.is_undone:
             return None
-        expected, told = arrays(step.state), arrays(step.told)
+        expected, recorded = arrays(step.state), arrays(step.told)
         for client in (step.plan.clients[k] for k in step.there(range(step.num_clients)) if self._is_measured(step)):
             for path, tensor in (
                 (f"{half}/{key}", one) for half in HALVES for key, one in step.trained[client].items()
             ):
-                reported = told.get(f"halves/{client}/{path}", np.zeros(0))
+                reported = recorded.get(f"halves/{client}/{path}", np.zeros(0))
                 fits = reported.shape == tuple(tensor.shape)
                 expected.setdefault(f"halves/{client}/{path}", reported if fits else numbers(tensor))
-        return compare_values(expected, told, "the server state", tolerance=(0.0, 0.0))
+        return compare_values(expected, recorded, "the server state", tolerance=(0.0, 0.0))
 
     def _is_measured(self, step: Step) -> bool:
         settings = step.run.settings

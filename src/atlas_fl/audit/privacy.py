@@ -84,11 +84,11 @@ def _fault(run: Run, row: dict[str, Any], units: int, steps: int) -> str:
         whole = spent(((q, training.rounds * planned), *halves), noise, delta)
     if whole > training.epsilon * (1 + TOLERANCE[0]) + TOLERANCE[1]:
         return f"noise of {noise:.4g} spends epsilon {whole:.4g} in {training.rounds} rounds, not {training.epsilon:g}"
-    wanted = spent(((q, int(row["paid_steps"])), *halves), noise, delta)
+    actual = spent(((q, int(row["paid_steps"])), *halves), noise, delta)
     if training.dp == "client" and run.settings.mixing.secure:
-        wanted = max(wanted, spent_in_shares(noise, int(row["paid_steps"]), delta, unit=_unit(run)))
-    if abs(row["epsilon"] - wanted) > wanted * TOLERANCE[0] + TOLERANCE[1]:
-        return f"it says epsilon {row['epsilon']:.4g}, and {row['paid_steps']:g} steps at this noise spend {wanted:.4g}"
+        actual = max(actual, spent_in_shares(noise, int(row["paid_steps"]), delta, unit=_unit(run)))
+    if abs(row["epsilon"] - actual) > actual * TOLERANCE[0] + TOLERANCE[1]:
+        return f"it says epsilon {row['epsilon']:.4g}, and {row['paid_steps']:g} steps at this noise spend {actual:.4g}"
     return ""
 
 

@@ -58,12 +58,12 @@ class Recomputed:
     def comparisons(self) -> list[list[tuple[str, Comparison]]]:
         """For each client every tensor or module with its comparison; key by key, so that little is kept."""
         models = [self.step.trained[client] for client in self.step.plan.clients]
-        found: list[list[tuple[str, Comparison]]] = [[] for _ in models]
+        results: list[list[tuple[str, Comparison]]] = [[] for _ in models]
         for key in dict.fromkeys(key for params in models for key in params):
             self._known.clear()
             for k in (k for k, params in enumerate(models) if key in params):
-                found[k] += self._compare(k, key)
-        return found
+                results[k] += self._compare(k, key)
+        return results
 
     def _is_still(self, k: int, key: str) -> bool:
         """Return whether client k starts with the very bits that it held."""
@@ -146,9 +146,9 @@ class Recomputed:
     def _leading(self, k: int, key: str, matrix: np.ndarray) -> int:
         """The smallest rank of all whose model reaches client k or is reached by it, directly or through others."""
         _, labels = connected_components(matrix != 0, directed=False)
-        held = [
+        factors = [
             self.step.trained[client]
             for client, label in zip(self.step.plan.clients, labels, strict=True)
             if label == labels[k]
         ]
-        return min(one[key].shape[1 if key.endswith(LORA_B) else 0] for one in held if key in one)
+        return min(one[key].shape[1 if key.endswith(LORA_B) else 0] for one in factors if key in one)

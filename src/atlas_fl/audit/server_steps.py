@@ -172,8 +172,8 @@ class Buffer(Averaging):
         if len(mates) < 2:
             return None
         sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
-        path, begun = f"model/{part}/{key}", [f"begun/{step.plan.clients[one]}/step" for one in there]
-        late = [max(0.0, step.round - 1 - float(step.state.get(name, 0.0))) for name in begun]
+        path, start_names = f"model/{part}/{key}", [f"begun/{step.plan.clients[one]}/step" for one in there]
+        late = [max(0.0, step.round - 1 - float(step.state.get(name, 0.0))) for name in start_names]
         eta = step.run.settings.server.buffer_lr
         shares = step.shares(there)
         changes = [
@@ -384,8 +384,8 @@ class ExactAverage(Averaging):
                 frozen = f"residual/{module}"
                 expected |= {f"newest/{module}": newest, frozen: newest + expected.get(frozen, 0.0)}
                 sizes |= {f"newest/{module}": size, frozen: size}
-        told = _dense(step, step.told)
-        return compare_values(expected, told, "the server state", tolerance=(0.0, FROZEN), sizes=sizes)
+        recorded = _dense(step, step.told)
+        return compare_values(expected, recorded, "the server state", tolerance=(0.0, FROZEN), sizes=sizes)
 
     def _newest(self, step: Step, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
         """(what the round adds to this module, dense; the largest value of a product that went in)."""

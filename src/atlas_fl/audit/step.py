@@ -165,7 +165,7 @@ def compare_states(expected: Values, state: Flat, *, before: Flat) -> tuple[str,
     """(the fault of a server state, the largest error); None where there is no state."""
     if not expected and not state:
         return None
-    is_lost = any(np.abs(wanted).max(initial=0.0) > FLOAT32 for wanted in expected.values())
+    is_lost = any(np.abs(values).max(initial=0.0) > FLOAT32 for values in expected.values())
     return compare_values(arrays(before) if is_lost else expected, arrays(state), "the server state")
 
 

@@ -34,7 +34,7 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         )
         show([harness_table(results), f"written: {folder.harness}"])
         return 0
-    found = evaluate_run(
+    evaluation = evaluate_run(
         folder.path,
         split=options.split,
         clients=options.client,
@@ -43,10 +43,10 @@ def evaluate(options: cli.EvaluateOptions) -> int:
         choices=options.choices,
     )
     if judge is not None:
-        found = judge_run(folder.path, judge)
-    shown = list({answer.client: answer for answer in found.answers}.values())[:SHOWN]
-    written = f"written: {folder.evaluation}" + f" and {folder.answers}" * bool(found.answers)
-    show([scores_table(found), *(line for answer in shown for line in _lines(answer)), written])
+        evaluation = judge_run(folder.path, judge)
+    shown = list({answer.client: answer for answer in evaluation.answers}.values())[:SHOWN]
+    written = f"written: {folder.evaluation}" + f" and {folder.answers}" * bool(evaluation.answers)
+    show([scores_table(evaluation), *(line for answer in shown for line in _lines(answer)), written])
     return 0
 
 

@@ -45,9 +45,9 @@ Findings: TypeAlias = Iterator[str | Problem]
 
 def doctor(options: DoctorOptions) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    found = list(inspect_installation(Path(options.runs_dir)))
-    show([line for line in found if isinstance(line, str)])
-    problems = [problem for problem in found if isinstance(problem, Problem)]
+    findings = list(inspect_installation(Path(options.runs_dir)))
+    show([line for line in findings if isinstance(line, str)])
+    problems = [problem for problem in findings if isinstance(problem, Problem)]
     show(["", *problem_lines(problems)])
     return MISSING if any(problem.is_needed for problem in problems) else 0
 

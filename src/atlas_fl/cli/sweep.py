@@ -61,8 +61,8 @@ def sweep(options: SweepOptions) -> int:
     if rounds:
         first = next(iter(rounds))
         note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
-        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
-        show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
+        counts = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
+        show([f"{note}: {counts}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=federation_name(base))
     finished, written = _write_runs(_run(points), path=path, note=note)

@@ -100,7 +100,7 @@ def sensitivity(job: Job, site: Site) -> Update:
     logits, inputs = partial(_text_logits, batch, site), torch.arange(len(batch))
     if batch.pixels is not None:
         logits, inputs = partial(vision.image_logits, site.vision), vision.preprocess(site.vision, batch.pixels)
-    found = fisher_scores(
+    scores = fisher_scores(
         logits,
         params,
         names=options.names,
@@ -109,7 +109,7 @@ def sensitivity(job: Job, site: Site) -> Update:
         targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
         seed=draws.derive("sensitivity"),
     )
-    return Update(client=job.client, params=found.sums, examples=len(batch), metrics={})
+    return Update(client=job.client, params=scores.sums, examples=len(batch), metrics={})
 
 
 def _text_logits(batch: tokenization.EncodedExamples, site: Site, params: Params, index: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def train_privately(jobs: Sequence[Job], site: Site) -> list[Update]:
     """
     questions = {job.client: _question(job, site) for job in jobs if site.pay or site.secrets}
     paid = {job.client: _pay(job, site, questions.get(job.client, "")) for job in jobs}
-    secrets = {name: secret_of_question(site.secrets[name], asked) for name, asked in questions.items() if site.secrets}
+    secrets = {name: secret_of_question(site.secrets[name], words) for name, words in questions.items() if site.secrets}
     spent = []
     for job, update in zip(jobs, train(jobs, replace(site, secrets=secrets), step=private_step), strict=True):
         is_round = job.options.half is None

@@ -75,8 +75,8 @@ class PackReport:
 
         One forward pass over all training examples, without dropout.
         """
-        site, held = self.site, self.site.data[client]
-        data = held.splits["train"]
+        site, local_data = self.site, self.site.data[client]
+        data = local_data.splits["train"]
         params = {key: one.to(site.backbone.device) for key, one in self.model(client).items()}
         parts: list[Tensor] = []
         for _, _, row in rows_in_order(data, site):
@@ -84,7 +84,7 @@ class PackReport:
             with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
                 features = features_of_row(row, site.backbone, body_of([params], site))
                 parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
-        return torch.cat(parts), data.labels[in_order(data.lengths)], held.task.num_labels
+        return torch.cat(parts), data.labels[in_order(data.lengths)], local_data.task.num_labels
 
     def gradient(self, client: str) -> Params:
         """The sum of the gradients of the round's batches at every adapted layer's frozen weight, (d_out, d_in).
@@ -136,13 +136,13 @@ def train_and_report(
     extra: Counter[str] = Counter()
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
         measured = [job for job in jobs if job.options.report == kind]
-        asked = PackReport(jobs=measured, site=site, train=train, evaluate=evaluate)
+        pack = PackReport(jobs=measured, site=site, train=train, evaluate=evaluate)
         method = reporting(kind)
-        for client, params in method.measure(asked).items():
-            _check_measured(method, site, asked.model(client), client, params)
+        for client, params in method.measure(pack).items():
+            _check_measured(method, site, pack.model(client), client, params)
             reports[client] = {kind: params}
-        crossed |= asked.crossed
-        extra |= asked.steps
+        crossed |= pack.crossed
+        extra |= pack.steps
     updates = []
     for update in _train_and_filter(jobs, site, train):
         reported = {**update.reported, **reports.get(update.client, {})}

@@ -65,8 +65,8 @@ class FingerprintHalf(split_server.GradientHalf):
         options: FingerprintOptions = self.side.job.options
         parts = fingerprint.parts_of_gradients(self._totals[half], options)
         if self._below:
-            told = self.side.decode(payloads, "fingerprint", index=half).get(fingerprint.PARTS)
-            if (below := _numbers(told, (len(self._below), options.sketch_dim))) is None:
+            answer = self.side.decode(payloads, "fingerprint", index=half).get(fingerprint.PARTS)
+            if (below := _numbers(answer, (len(self._below), options.sketch_dim))) is None:
                 raise self.side.refusal("parts of a sketch")
             parts |= dict(zip(self._below, below, strict=True))
         try:
@@ -96,8 +96,8 @@ class ImportanceHalf(split_server.GradientHalf):
     def update(self, payloads: split_server.Payloads) -> Update:
         """The importance of all blocks."""
         side, blocks = self.side, self.side.cut.blocks
-        told = side.decode(payloads, "fingerprint").get(importance.IMPORTANCE)
-        if (below := _numbers(told, (self._batches, blocks))) is None:
+        answer = side.decode(payloads, "fingerprint").get(importance.IMPORTANCE)
+        if (below := _numbers(answer, (self._batches, blocks))) is None:
             raise side.refusal("importance")
         sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below, self._sums)]
         try:

@@ -125,15 +125,15 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
     if not settings.centre or settings.clusters != "auto":
         return evidence
     whole = sketch.own_reliability(first, second)
-    told = whole >= settings.min_reliability
-    usual = told & (evidence.reliability < settings.threshold)
-    if 2 * usual.sum() <= told.sum():
+    reliable = whole >= settings.min_reliability
+    usual = reliable & (evidence.reliability < settings.threshold)
+    if 2 * usual.sum() <= reliable.sum():
         return evidence
     beside = _less_mean(first, second, settings, of=usual)
     if 2 * (usual & beside.decided).sum() >= usual.sum():
         return evidence
-    alike = told & (beside.reliability < settings.threshold)
-    decided = told & (alike | beside.decided)
+    alike = reliable & (beside.reliability < settings.threshold)
+    decided = reliable & (alike | beside.decided)
     return replace(beside, alike=alike, decided=decided, reliability=np.where(alike, whole, beside.reliability))
 
 

@@ -139,8 +139,8 @@ class Conflict:
         """One line with the values, the reason and the remedy."""
         names = [(*_matching(config, name, words), *_meant(name))[0] for name, words in self.values]
         flags = [
-            flag_of(found) if name[0] == "@" else _flag_words(config, found)
-            for found, (name, _) in zip(names, self.values, strict=True)
+            flag_of(setting) if name[0] == "@" else _flag_words(config, setting)
+            for setting, (name, _) in zip(names, self.values, strict=True)
         ]
         candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy

@@ -131,22 +131,22 @@ def conversations(form: str, values: Mapping[str, Any], *, system: str | None = 
     """
     if form == "alpaca":
         given = "\n\n".join(str(values[name]) for name in ("instruction", "input") if values[name])
-        found = [[*_messages(given), *_messages(values["output"], role="assistant")]]
+        chats = [[*_messages(given), *_messages(values["output"], role="assistant")]]
     elif form == "choices":
         chosen = _choose(
             [text.strip() for text in _parsed(values["choices"])], values["answer"], asked=values["question"]
         )
-        found = [[*_messages(values["question"]), chosen]]
+        chats = [[*_messages(values["question"]), chosen]]
     elif form in ("completion", "preference"):
         prompt = _messages(values["prompt"])
         ends = [_messages(values[name], role="assistant") for name in FORMS[form] if name != "prompt"]
         # a preference of whole conversations repeats its prompt in both
-        found = [end if end[0]["role"] != "assistant" else prompt + end for end in ends]
+        chats = [end if end[0]["role"] != "assistant" else prompt + end for end in ends]
     else:
         (value,) = values.values()
-        found = [_messages(value)]
+        chats = [_messages(value)]
     first = [{"role": "system", "content": system}] if system else []
-    return tuple((first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in found)
+    return tuple((first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in chats)
 
 
 def _choose(choices: list[str], answer: Any, *, asked: Any) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def from_text(text: str) -> Messages:
 
 def choices_of(text: str) -> list[str]:
     """The choices of a row's last answer; none where it has none."""
-    found: list[str] = from_text(text)[-1].get("choices", [])
-    return found
+    choices: list[str] = from_text(text)[-1].get("choices", [])
+    return choices
 
 
 def last_answer(text: str) -> str:

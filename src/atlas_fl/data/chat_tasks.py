@@ -44,8 +44,8 @@ def _asked(topic: str, rows: Rows, *, tone: str) -> Iterator[tuple[str, str]]:
 def make_chats(topic: str, rows: Examples, *, tone: str) -> Rows:
     """The conversations that these rows give, a question and its answer each."""
     chats = [
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": TONES[tone].format(answer=answer)}]
-        for asked, answer in _asked(topic, as_texts(rows, task=topic), tone=tone)
+        [{"role": "user", "content": question}, {"role": "assistant", "content": TONES[tone].format(answer=answer)}]
+        for question, answer in _asked(topic, as_texts(rows, task=topic), tone=tone)
     ]
     label = np.asarray([words(chat) for chat in chats], dtype=np.float32)
     return Rows(text=tuple(map(to_text, chats)), label=label)

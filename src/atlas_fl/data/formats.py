@@ -286,8 +286,8 @@ def _leaf_rows(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _read_xlsx(raw: BinaryIO, path: Path, reading: Reading) -> Iterator[Item]:
-    asked = f"{path} is a sheet of Excel and needs"
-    openpyxl = import_extra("openpyxl", extra="xlsx", asked=asked, remedy=", or save it as csv")
+    reason = f"{path} is a sheet of Excel and needs"
+    openpyxl = import_extra("openpyxl", extra="xlsx", asked=reason, remedy=", or save it as csv")
     if (first := raw.read(4)) != _ZIP:
         raise ValueError(f"it is {_OTHERS.get(first, 'no file of Excel')}")
     if sum(part.file_size for part in ZipFile(raw).infolist()) > most_bytes():

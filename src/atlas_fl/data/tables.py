@@ -179,8 +179,8 @@ def _items(path: Path, reading: formats.Reading) -> Iterator[formats.Item]:
             yield from formats.FORMATS[ending](raw, path, reading)
     except UnicodeError as error:
         encoding = reading.encoding or getattr(error, "encoding", "utf-16").replace("charmap", "utf-8 or cp1252")
-        told = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
-        raise DataError(f"cannot read {path}: {told}") from error
+        flaw = f"it is not in {encoding}; name its encoding, such as encoding=cp1251, or save it as UTF-8"
+        raise DataError(f"cannot read {path}: {flaw}") from error
     except formats.FAULTS as error:
         reason = " ".join(str(error).split())[:200]
         remedy = "" if ";" in reason else "; mend the file or save it as jsonl or parquet"
@@ -282,12 +282,12 @@ class _Chosen:
         """Columns of the rows that are kept, and remarks; a `DataError` tells all problems, or that there is no row."""
         counts = self.counts
         if num := counts["flaws"]:
-            told = "; ".join(f"{flaw} in row {', '.join(rows)}" for flaw, rows in self.flaws.items())
+            flaws = "; ".join(f"{flaw} in row {', '.join(rows)}" for flaw, rows in self.flaws.items())
             more = f" and {num - MOST_TOLD:,} more" * (num > MOST_TOLD)
             skip = ", or add missing=skip to the task to leave out rows without a value" * bool(
                 counts["absent"] and self.reading.hint
             )
-            raise DataError(f"{self.origin} has {num:,} problem{'s' * (num > 1)}: {told}{more}; mend the file{skip}")
+            raise DataError(f"{self.origin} has {num:,} problem{'s' * (num > 1)}: {flaws}{more}; mend the file{skip}")
         if not self.rows:
             lacking = f"no row of {self.origin} has a value in each of {self._names()}"
             empty = f"{self.origin} is empty; give it a header and at least one row"

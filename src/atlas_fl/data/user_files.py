@@ -407,10 +407,10 @@ def _read_tasks(
     origins: dict[Part, str] = {}
     notes: list[str] = []
     for client, path in sources:
-        of_path, told = _read_tables(path, columns)
+        of_path, messages = _read_tables(path, columns)
         tables |= {(client, split): table for split, table in of_path.items()}
         origins |= {(client, split): str(path) if split == "all" else f"{split} of {path}" for split in of_path}
-        notes += [f"{path}: {note}" if len(sources) > 1 or columns.dealing.task else note for note in told]
+        notes += [f"{path}: {note}" if len(sources) > 1 or columns.dealing.task else note for note in messages]
     by_task = own_clients.split_tasks(name, tables, columns.dealing, origin=sources[0][1])
     read = {}
     for task, of_task in by_task.items():

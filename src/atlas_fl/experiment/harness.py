@@ -88,8 +88,8 @@ def harness_run(
 
 def read_harness(folder: RunFolder) -> Scores:
     """The scores that `harness_run` wrote into a run's folder; none where it did not."""
-    found: Scores = jsonl.read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
-    return found
+    scores: Scores = jsonl.read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
+    return scores
 
 
 def _metrics(results: Mapping[str, Any]) -> dict[str, float]:

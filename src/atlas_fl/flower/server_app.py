@@ -86,11 +86,11 @@ def name_nodes(
                 " or lower nodes in --run-config"
             )
         time.sleep(POLL_SECONDS)
-    asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
-    asked.push({node: RecordDict() for node in connected})
+    queries = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
+    queries.push({node: RecordDict() for node in connected})
     answers: dict[int, Message] = {}
-    while asked.pending and time.monotonic() < until:
-        answers |= asked.pull()
+    while queries.pending and time.monotonic() < until:
+        answers |= queries.pull()
         time.sleep(POLL_SECONDS)
     nodes: dict[str, int] = {}
     faults: list[str] = []

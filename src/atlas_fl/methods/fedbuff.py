@@ -110,8 +110,8 @@ class FedAvgByArrival(ByCohort):
 
     def staleness(self, state: ServerState, client: str, round: int) -> float:
         """The steps of the server since this client began."""
-        begun = params_by_client(state, BEGUN).get(client)
-        return max(0.0, round - 1 - (float(begun["step"]) if begun else 0.0))
+        entry = params_by_client(state, BEGUN).get(client)
+        return max(0.0, round - 1 - (float(entry["step"]) if entry else 0.0))
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
         """A step of every cohort from x, whose members that took part begin again from what it makes."""

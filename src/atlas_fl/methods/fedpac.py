@@ -142,9 +142,9 @@ class ClassifierCollaboration(Averaging):
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
         """The examples of each class are the registered ones; an empty class has zeros."""
-        found = report[COUNTS].tolist()
-        if found != list(counts):
-            return f"{COUNTS} are {short_repr(found)}; allowed: the {short_repr(list(counts))} that were registered"
+        reported = report[COUNTS].tolist()
+        if reported != list(counts):
+            return f"{COUNTS} are {short_repr(reported)}; allowed: the {short_repr(list(counts))} that were registered"
         for name in (MEANS, VARIANCES):
             if bool(report[name][report[COUNTS] == 0].any()):
                 return f"{name} of a class without examples are not 0; install the server's version"

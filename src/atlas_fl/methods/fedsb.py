@@ -74,9 +74,9 @@ class FedAvgOfCores(FedAvgBetweenFactors):
         """The sum of all gradients."""
         if not reports:
             return server_state
-        found = [reports[client] for client in sorted(reports)]
+        sent = [reports[client] for client in sorted(reports)]
         return {
-            "gradient": {name: torch.stack([one[name].double() for one in found]).sum(0).float() for name in found[0]}
+            "gradient": {name: torch.stack([one[name].double() for one in sent]).sum(0).float() for name in sent[0]}
         }
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:

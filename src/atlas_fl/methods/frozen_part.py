@@ -98,8 +98,8 @@ class WithFrozenPart(Averaging):
         for module in lora_modules(next(iter(inputs.updates.values()))):
             new = self._of_module(module, inputs, everyone)
             newest |= to_adapter(module, new, scale)
-            held = from_adapter(module, self.frozen_part(done.server_state), scale, like=new)
-            whole |= to_adapter(module, add_factors(held, new), scale)
+            frozen = from_adapter(module, self.frozen_part(done.server_state), scale, like=new)
+            whole |= to_adapter(module, add_factors(frozen, new), scale)
         return replace(done, server_state={RESIDUAL: whole, NEWEST: newest})
 
     def _of_module(self, module: str, inputs: StepInputs, cohort: Cohort) -> Factors:

@@ -273,8 +273,8 @@ def _no_tensor(state: Mapping[str, object], path: str = "") -> str:
     """The path of the first entry of a state that is neither a tensor nor a mapping; empty where there is none."""
     for name, value in state.items():
         if isinstance(value, Mapping):
-            if found := _no_tensor(value, f"{path}{name}/"):
-                return found
+            if fault := _no_tensor(value, f"{path}{name}/"):
+                return fault
         elif not isinstance(value, torch.Tensor):
             return f"{path}{name}"
     return ""

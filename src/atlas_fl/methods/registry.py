@@ -30,8 +30,8 @@ MODULES = [
 def _classes(base: type[PartT], named_by: str) -> dict[str, type[PartT]]:
     """The classes of the modules that have a name of their own, by it."""
     values = [value for module in MODULES for value in vars(module).values()]
-    found = [one for one in values if isinstance(one, type) and issubclass(one, base)]
-    return {vars(one)[named_by]: one for one in found if vars(one).get(named_by)}
+    classes = [one for one in values if isinstance(one, type) and issubclass(one, base)]
+    return {vars(one)[named_by]: one for one in classes if vars(one).get(named_by)}
 
 
 RULES: dict[str, type[Method]] = _classes(Method, "name")

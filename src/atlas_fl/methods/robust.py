@@ -153,9 +153,9 @@ class Median(Robust, ByCohort):
     ) -> dict[str, Params]:
         """The newcomers' models: the middle of those that the others hold."""
         everyone = {**client_models, **fresh}
-        held = {client: everyone[client] for client in everyone if client not in fresh}
+        updates = {client: everyone[client] for client in everyone if client not in fresh}
         inputs = StepInputs(
-            server_state=server_state, client_models=everyone, updates=held, federation=federation, round=1
+            server_state=server_state, client_models=everyone, updates=updates, federation=federation, round=1
         )
         models = self.aggregate(inputs).client_models
         return {client: models[client] for client in fresh}

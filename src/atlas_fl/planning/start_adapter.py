@@ -54,11 +54,11 @@ def load_start_adapter(assembly: Assembly) -> StartAdapter | None:
     scaled = dict(params)
     for module in adapted:
         a, b = params[module + LORA_A], params[module + LORA_B]
-        given, wanted = (a.shape[1], b.shape[0]), module_dims(modules[module])
-        if given != wanted:
+        given, shape = (a.shape[1], b.shape[0]), module_dims(modules[module])
+        if given != shape:
             raise ModelError(
                 f"the adapter in {folder} is for layers of {given[0]} to {given[1]} values, and {module} of"
-                f" {assembly.config.model.model!r} is of {wanted[0]} to {wanted[1]}; give its own base with --model"
+                f" {assembly.config.model.model!r} is of {shape[0]} to {shape[1]}; give its own base with --model"
             )
         scaled[module + LORA_B] = b * (old_scale(len(a)) / assembly.site.scale(len(a)))
     return StartAdapter(folder=folder, params=scaled, base=adapter_base(folder), labels=adapter_labels(folder))

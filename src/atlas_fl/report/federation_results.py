@@ -175,12 +175,12 @@ def _own_settings(methods: Mapping[str, Mapping[int, FinishedRun]]) -> dict[str,
     ]
     words: dict[str, str] = {}
     for label, config in configs.items():
-        told = {
+        values = {
             name: value_of(config, name)
             for name in varied
             if not _owns(config, name) and f" {name}=" not in label and _is_telling(config, name)
         }
-        words |= {label: setting_words(told)} if told else {}
+        words |= {label: setting_words(values)} if values else {}
     return words
 
 

@@ -131,11 +131,11 @@ def traffic_rows(record: Record) -> list[Row]:
 def label_rows(record: Record) -> list[Row]:
     """Training examples of every client and class, and their share of the client's; no row where labels are numbers."""
     return [
-        {"client": data["client"], "task": data["task"], "class": name, "examples": held}
-        | {"share": held / max(1, sum(data["labels"].values()))}
+        {"client": data["client"], "task": data["task"], "class": name, "examples": count}
+        | {"share": count / max(1, sum(data["labels"].values()))}
         for data in record.plan.get("data") or ()
         if "distance" in data
-        for name, held in data["labels"].items()
+        for name, count in data["labels"].items()
     ]
 
 
@@ -166,6 +166,6 @@ def class_rows(record: Record) -> list[Row]:
         groups = {ALL: members, **{member.client: [member] for member in members}}
         for client, group in groups.items():
             scores = class_scores(group, plan=record.plan).get("classes", {})
-            held = {name: score for name, score in scores.items() if score["examples"]}
-            rows += [{"task": task, "client": client, "class": name, **score} for name, score in held.items()]
+            present = {name: score for name, score in scores.items() if score["examples"]}
+            rows += [{"task": task, "client": client, "class": name, **score} for name, score in present.items()]
     return rows

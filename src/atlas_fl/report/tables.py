@@ -87,10 +87,10 @@ CLUSTERS_NOTE = (
 def _verdict(clustering: Entry) -> list[str]:
     reason = (clustering.get("structure") or {}).get("reason", "")
     warnings = clustering.get("warnings") or ()
-    told = [] if not reason or any(reason in line for line in warnings) else [reason]
+    reasons = [] if not reason or any(reason in line for line in warnings) else [reason]
     agreement = clustering.get("agreement") or {}
     measured = ", ".join(f"{name} {number(value, 2)}" for name, value in agreement.items())
-    return [*told, *([f"against the true tasks: {measured}"] if measured else []), *warnings]
+    return [*reasons, *([f"against the true tasks: {measured}"] if measured else []), *warnings]
 
 
 def k_table(rows: Sequence[Entry]) -> Table:

@@ -174,8 +174,8 @@ class RunLogging:
             thread.shutdown(wait=False)
 
     def _ask(self, work: Callable[[Tracker], None]) -> None:
-        for tracker, thread, asked in self._open:
-            asked.append(thread.submit(_work_after, asked[-1] if asked else None, work, tracker))
+        for tracker, thread, pending in self._open:
+            pending.append(thread.submit(_work_after, pending[-1] if pending else None, work, tracker))
 
     def _look(self, *, until: float | None = None) -> None:
         """Say once what went wrong, and ask for nothing more; wait for what was asked until that time of the clock."""

@@ -150,8 +150,8 @@ def _unpack(asset: Asset, package: Path) -> dict[str, bytes]:
         data = subprocess.run(command, capture_output=True, check=True).stdout
         with tarfile.open(fileobj=BytesIO(data)) as files:
             members = {entry.name: entry for entry in files if entry.isfile()}
-            found = {name: files.extractfile(members[f"./{asset.prefix}{name}"]) for name in asset.package_files}
-            return {name: file.read() for name, file in found.items() if file is not None}
+            opened = {name: files.extractfile(members[f"./{asset.prefix}{name}"]) for name in asset.package_files}
+            return {name: file.read() for name, file in opened.items() if file is not None}
     except (BadZipFile, KeyError, tarfile.TarError, subprocess.CalledProcessError) as error:
         remedy = {"pip": "clear pip's cache (`pip cache purge`)", "apt": "run `apt-get clean`"}[asset.installer]
         raise DataError(f"{package.name} is damaged ({error}); {remedy} and fetch again") from error

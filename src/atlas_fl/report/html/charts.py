@@ -73,8 +73,8 @@ def heat_map(entry: str, rows: Sequence[Row], *, domain: Sequence[float] = (), *
     cells = {"y": "client", "x_title": None, "label_limit": 130, **_specs()[entry], **values}
     columns = values.get("columns") or list(dict.fromkeys(row[cells["x"]] for row in rows))
     lines = values.get("lines") or list(dict.fromkeys(row[cells["y"]] for row in rows))
-    held = [row[cells["value"]] for row in rows]
-    low, high = domain or (min(held), max(held))
+    numbers = [row[cells["value"]] for row in rows]
+    low, high = domain or (min(numbers), max(numbers))
     is_numbered = len(columns) <= MOST_NUMBERED_COLUMNS and len(lines) <= MOST_NUMBERED_ROWS
     letters = len(columns) * max(len(column) if isinstance(column, str) else 0 for column in columns)
     shown = {
@@ -99,8 +99,8 @@ def colour(index: int) -> str:
 
 def look() -> Spec:
     """The look of all charts, in Vega-Lite's `config`."""
-    found: Spec = _specs()["config"]
-    return found
+    config: Spec = _specs()["config"]
+    return config
 
 
 @cache

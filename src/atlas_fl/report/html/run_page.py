@@ -65,14 +65,14 @@ def run_page(run: Path | str) -> Page:
     }
     words = record.summary.get("run", {})
     named = "preset" if words.get("federation") in (None, words.get("preset")) else "federation"
-    told = [f"{name} {words[name]}" for name in (named, "strategy", "model", "seed") if words.get(name) is not None]
+    parts = [f"{name} {words[name]}" for name in (named, "strategy", "model", "seed") if words.get(name) is not None]
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     warnings = [attack_note(record.summary)] if record.summary else [f"This run is not complete. {done}"]
     if (clients := len(record.task_of)) > MOST_SHOWN:
         warnings.append(f"Charts and tables name {MOST_SHOWN} of {clients:,} clients. Means and CSV files are of all.")
     return Page(
         title=record.name,
-        subtitle=", ".join(["one run", *told, f"{last} round{'' if last == 1 else 's'}"]),
+        subtitle=", ".join(["one run", *parts, f"{last} round{'' if last == 1 else 's'}"]),
         sections=[
             Section(name=name, title=title, blocks=blocks) for (name, title), blocks in sections.items() if blocks
         ],
@@ -254,8 +254,8 @@ def _events(record: Record) -> list[Block]:
 
 def _answers(folder: RunFolder) -> list[Block]:
     """Scores by kind of model and some answers; nothing where the run has not been evaluated."""
-    found, harness = read_evaluation(folder), read_harness(folder)
-    blocks = [] if found is None else [scores_table(found), *([answers_table(found)] if found.answers else [])]
+    scored, harness = read_evaluation(folder), read_harness(folder)
+    blocks = [] if scored is None else [scores_table(scored), *([answers_table(scored)] if scored.answers else [])]
     return [*blocks, *([harness_table(harness)] if harness else [])]
 
 

@@ -422,14 +422,14 @@ class ClientManager:
         for job in jobs:
             if job.client not in self.open_jobs:
                 self.open_jobs[job.client] = self._give("train", job, round=round)
-        begun = loop.time()
+        start = loop.time()
         while True:
             done = {name: one.future.result() for name, one in self.open_jobs.items() if one.future.done()}
             arrived = [name for name, answer in done.items() if isinstance(answer, Update)]
             on_done(len(arrived))
             waiting = {one.future for name, one in self.open_jobs.items() if name not in done}
             most = min(wait.seconds, seconds) if len(arrived) >= wait.updates else seconds
-            left = begun + most - loop.time()
+            left = start + most - loop.time()
             if left <= 0 or not waiting:
                 break
             await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -32,11 +32,11 @@ Peer: TypeAlias = tuple[str, int]
 def raise_descriptor_limit() -> int:
     """The number of files that this process may open, from now on as many as the system lets it ask for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(ValueError, OSError):  # macOS has a lower bound than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
     return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
@@ -56,10 +56,10 @@ def descriptors_note(sites: int) -> str:
     room = most_connections(descriptors) - most_waiting(descriptors)
     if CONNECTIONS_PER_SITE * sites <= room:
         return ""
-    wanted = 8 * CONNECTIONS_PER_SITE * sites
+    needed = 8 * CONNECTIONS_PER_SITE * sites
     return (
         f"this process may open {descriptors} files, which is room for {room // CONNECTIONS_PER_SITE} sites, and"
-        f" {sites} are listed; raise the limit before the next start, as with `ulimit -n {wanted}`"
+        f" {sites} are listed; raise the limit before the next start, as with `ulimit -n {needed}`"
     )
 
 
