@@ -1,6 +1,6 @@
 """Every message of real sites, held against a list of what may be in it: a test fails where the server saw more.
 
-The guide `docs/guides/across-machines.md` says what travels; these are its sentences.
+The guide `docs/guides/sites.md` says what travels; these are its sentences.
 """
 
 import re
