@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.data.embedded import EDITORIALS, PRODUCTS, read_lines, read_ratings
+from atlas_fl.data.embedded import read_lines, read_ratings
 from atlas_fl.data.own_clients import Dealing, arrange_clients, cut_groups
 from atlas_fl.data.task import Rows, Source, Task, TaskData, as_texts, concatenate
 from atlas_fl.storage.assets import asset_dir
@@ -23,6 +23,8 @@ from atlas_fl.storage.assets import asset_dir
 _CLIENTS = tomllib.loads(resources.files(__package__).joinpath("federations.toml").read_text(encoding="utf-8"))
 RATERS: Mapping[str, str] = _CLIENTS["raters"]
 COUNTRIES: Mapping[str, int] = _CLIENTS["countries"]
+EDITORIALS = "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt"
+PRODUCTS = "hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt"
 SENSES = ("sound", "color", "manipulation", "motion", "emotion")
 SEXES = ("male", "female")
 """The classes of names, as the list has them."""
