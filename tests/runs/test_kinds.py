@@ -21,7 +21,7 @@ from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
-from tests.runs.federation import Federation
+from tests.runs.federation import Federation, adapters
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
@@ -87,6 +87,7 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "a model beside the shared one": ("", {**ONE_RANK, "strategy": "ditto"}),
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
+    "own models pulled to their mean": ("", {**ONE_RANK, "strategy": "mr_mtl"}),
     "a frozen part beside the adapter": ("", {**ONE_RANK, "strategy": "fedex"}),
     "a rest of products held frozen": ("", {**ONE_RANK, "strategy": "fedmomentum"}),
     "a factor that the server alone moves": ("", {**ONE_RANK, "strategy": "fedsvd"}),
@@ -102,9 +103,7 @@ NOT_SERVED = {
     "fedex": "--strategy fedex has a second set of tensors beside the model",
     "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
-    "ditto": "--second-model has a second set of tensors beside the model",
-    "fedalt": "--personal-models has a second set of tensors beside the model",
-    "fedamp": "--personal-models has a second set of tensors beside the model",
+    "fedalt": "--second-gate has a second set of tensors beside the model",
 }
 """What a server says of methods that stay in one process."""
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}
@@ -173,14 +172,19 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
         return
     (task,) = config.data.tasks
     fed = Federation(config, tmp_path, {f"{task}-0": DEVICE, f"{task}-1": DEVICE}, programs, finished)
+    mixing = validate(config).mixing
+    beside = mixing.second_model != "none"
     try:
-        _, said = fed.complete()
+        _, said = fed.complete(serve=["--no-late"] if beside or mixing.personal_models else [])
     finally:
         programs.kill_all()
     served, simulated = state(fed.served.path), state(fed.simulated)
     hidden = {key for key, value in served.items() if key.endswith(f"/{PRIVATE}") or is_placeholder(value)}
     assert same_tensors(without(hidden, simulated), without(hidden, served))
-    assert bool(hidden) != is_fully_shared(validate(config).mixing.share)  # what is not shared is at the sites alone
+    # what is not shared is at the sites alone
+    assert bool(hidden) is (beside or not is_fully_shared(mixing.share))
+    if beside or mixing.personal_models:
+        assert fed.own_adapters == adapters(fed.simulated) and len(fed.own_adapters) == 2
     # a site reports also what it trains for itself in its last rounds, of which a simulation sends nothing
     shared_rounds = config.training.rounds - config.mixing.personal_rounds
     sent, expected = (
