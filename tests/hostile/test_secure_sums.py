@@ -93,7 +93,7 @@ def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
         pytest.param("ditto", "by client/second", marks=pytest.mark.core),
         pytest.param("mr_mtl", "start", marks=pytest.mark.slow),
         pytest.param("fedavg_ft", "start", marks=pytest.mark.slow),
-        pytest.param("fedbabu", "start", marks=pytest.mark.slow),
+        pytest.param("fedbabu", "start", marks=(pytest.mark.slow, pytest.mark.product)),
     ],
 )
 def test_models_of_ones_own_stay_at_their_sites_and_the_shared_one_is_summed(

@@ -109,6 +109,7 @@ NOT_SERVED = {
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}
 IN_SESSIONS = {kind for kind, (_, values) in METHODS_OF_THEIR_OWN.items() if values["strategy"] in CASES}
 """Methods that test_method_sessions.py resumes."""
+SLOW = pytest.mark.slow
 CORE = (
     *("adapters on text", "cut models", "adapters on images", "whole images", "whole images under a mask"),
     *("whole text models", "class frequencies in the logits"),
@@ -116,9 +117,9 @@ CORE = (
 """One of each kind of weights and of what a client sends; the others differ from these in what they train."""
 
 
-def of_kinds(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    """Give a test the config of each of these kinds in turn."""
-    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else pytest.mark.slow) for kind in kinds]
+def of_kinds(kinds: Iterable[str], *, others: tuple[pytest.MarkDecorator, ...] = (SLOW,)) -> pytest.MarkDecorator:
+    """Give a test the config of each of these kinds in turn; those that are not of the core have other marks."""
+    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else others) for kind in kinds]
     return pytest.mark.parametrize("config", params, indirect=True)
 
 
@@ -146,7 +147,7 @@ def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(conf
     assert failures and {row.round for row in failures} <= {2, 3}
 
 
-@of_kinds(kind for kind in ALL_KINDS if kind not in IN_SESSIONS)
+@of_kinds((kind for kind in ALL_KINDS if kind not in IN_SESSIONS), others=(SLOW, pytest.mark.product))
 def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:

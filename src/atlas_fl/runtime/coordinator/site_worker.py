@@ -155,7 +155,8 @@ class SiteClient:
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
             when = f"round {job.round}" if job.round else "for the plan"
-            self.on_event(PhaseStarted(f"{action}{on}, {when}"))
+            beside = action == "train" and job.options.second_model != "none"
+            self.on_event(PhaseStarted(f"{action}{' a model of its own' if beside else on}, {when}"))
             self.policy.check_model(action, job, is_own=self.receiver.is_own)
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
