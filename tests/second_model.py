@@ -1,11 +1,15 @@
 """A second model and the shared one together, by kind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
 
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.registry import SECOND_MODELS
-from atlas_fl.params import Params
+from atlas_fl.models.registry import Family
+from atlas_fl.params import HEAD, Params, lora_modules, stock_key
 
 
 def combine(
@@ -20,3 +24,30 @@ def combine(
     """What a client computes with."""
     options = StrategyOptions(scale=scale)
     return SECOND_MODELS[kind](options, second_weight=weight).combine(own, shared, gate)
+
+
+def add_gated(model: nn.Module, params: Params, *, family: Family, scale: Callable[[int], float]) -> nn.Module:
+    """The stock model with its head and, by hooks, two stacked adapters and their gate, from the formula of FedALT.
+
+    y = W x + s (w_1 B_1 A_1 x + w_2 B_2 A_2 x),  (w_1, w_2) = softmax(G x + c)
+    """
+    head = {stock_key(key): value for key, value in params.items() if key.startswith(HEAD)}
+    assert not model.load_state_dict(head, strict=False).unexpected_keys
+    for module in lora_modules(params):
+        parts = {name: params[f"{module}.lora_{name}"] for name in ("A", "B", "gate")}
+        hook = _gated_hook(parts, scale=scale(len(parts["A"])))
+        model.get_submodule(family.stock_name(module)).register_forward_hook(hook)
+    return model
+
+
+def _gated_hook(parts: Mapping[str, Tensor], *, scale: float) -> Callable[..., Tensor]:
+    rank = len(parts["A"]) // 2
+
+    def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        x = inputs[0]
+        weights = torch.softmax(x @ parts["gate"][:, :-1].T + parts["gate"][:, -1], dim=-1)
+        halves = (slice(rank), slice(rank, None))
+        own, rest = (x @ parts["A"][half].T @ parts["B"][:, half].T for half in halves)
+        return output + scale * (weights[..., :1] * own + weights[..., 1:] * rest)
+
+    return add

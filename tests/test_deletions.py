@@ -75,7 +75,6 @@ WRITERS: Mapping[str, str] = {
     "experiment/answers.py": "in a run's folder",
     "experiment/harness.py": "in a run's folder",
     "experiment/export.py": "a card, into a folder of drafts",
-    "models/gated_adapter.py": "into a folder of drafts",
     "models/peft_io.py": "into a folder of drafts",
     "experiment/recorder.py": "in a run's folder",
     "report/drawing.py": "figures, in a run's folder or where another one was set aside",

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from atlas_fl.experiment.sweep import run_all as run_all
     from atlas_fl.experiment.sweep import seeds as seeds
     from atlas_fl.methods.method import Method as Method
-    from atlas_fl.models.gated_adapter import load_gated_adapter as load_gated_adapter
     from atlas_fl.planning.leakage import CutLeakage as CutLeakage
     from atlas_fl.planning.place_client import ClientPlacement as ClientPlacement
     from atlas_fl.planning.place_client import place_client as place_client

@@ -78,11 +78,15 @@ def hidden_ranks(params: Params) -> tuple[int, ...]:
 
 
 def expected_update(sent_params: Params, update: Params, share: Sequence[str]) -> Params:
-    """Model as it was sent, with placeholders where the client keeps from now on what it does not share."""
+    """Model as it was sent, with placeholders where the client keeps from now on what it does not share.
+
+    With nothing in `share` that is all of it.
+    """
     if PRIVATE not in update:
         return sent_params
     private_keys = set(unshared_keys(sent_params, share))
-    return {
+    named = {PRIVATE: update[PRIVATE]} if not share else {}  # the server names it so from now on
+    return named | {
         key: placeholder(key, tensor)
         if key in private_keys and key in update and is_placeholder(update[key])
         else tensor

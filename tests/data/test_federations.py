@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import tomllib
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -13,8 +14,9 @@ import pytest
 
 from atlas_fl.config import validate, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.data import federations
 from atlas_fl.data.clients import ClientData
-from atlas_fl.data.federations import COUNTRIES, FEDERATIONS, RATERS, read_documents, read_names, split_texts
+from atlas_fl.data.federations import FEDERATIONS, read_documents, read_names, split_texts
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Rows, Source, TaskData
 from atlas_fl.setup.assembly import load_clients
@@ -22,6 +24,9 @@ from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 SHARED = [task.name for task in FEDERATIONS if task.name not in ("editorials_30", "editorials_100", "reviews_30")]
 """Those in which several clients have the same texts."""
+ROWS = tomllib.loads(Path(federations.__file__).with_suffix(".toml").read_text(encoding="utf-8"))["tasks"]
+RATERS = {"men": "M", "women": "F", "younger": "Y", "older": "O", "lower-education": "L", "higher-education": "H"}
+COUNTRIES = ROWS["given_names"]["clients"]
 BY_DOCUMENT = {"editorials_30": "nytEditorialSnippets", "editorials_100": "nytEditorialSnippets"}
 BY_DOCUMENT["reviews_30"] = "amazonReviewSnippets"
 
@@ -118,7 +123,7 @@ def test_a_countrys_names_stand_in_its_own_column_of_the_list() -> None:
 
 
 def read_all_names() -> dict[str, Rows]:
-    return read_names(asset_dir(embedded_dir(), "gender-guesser") / "nam_dict.txt", countries=COUNTRIES)
+    return read_names(asset_dir(embedded_dir(), "gender-guesser") / "nam_dict.txt", clients=COUNTRIES)
 
 
 def test_names_of_both_sexes_several_spellings_and_repeated_lines_are_left_out(tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_names_of_both_sexes_several_spellings_and_repeated_lines_are_left_out(t
     used = {"M  Aad": " 4", "F  Åsa": "+1", "F  Ada": " 12", "?F Aaf": " 1", "M  Jun+Wei": " 1"}
     path = tmp_path / "names.txt"
     path.write_text("".join(f"{line:<29}{used.get(line, ''):<57}$\n" for line in lines), encoding="utf-8")
-    read = read_names(path, countries={"first": 0, "second": 1})
+    read = read_names(path, clients={"first": 0, "second": 1})
     assert {client: (rows.text, rows.label.tolist()) for client, rows in read.items()} == {
         "first": (("Aad", "Ada"), [0, 1]),
         "second": (("Ada",), [1]),
@@ -149,7 +154,7 @@ def test_a_client_is_one_of_the_documents_with_the_most_rated_sentences(name: st
 def test_sentences_near_zero_are_no_rows_of_a_document(tmp_path: Path) -> None:
     path = tmp_path / "rated.txt"
     path.write_text("id\tsentiment\ttext\n7_1\t0.1\tgood\n7_2\t0.05\tso\n8_1\t-1\tbad\n70_1\t1\tother\n")
-    rows = read_documents(path, documents=[8, 7], least=0.1)
+    rows = read_documents(path, clients=["word-8", "word-7"], least=0.1)
     assert {word: (own.text, own.label.tolist()) for word, own in rows.items()} == {
         "8": (("bad",), [0]),
         "7": (("good",), [1]),

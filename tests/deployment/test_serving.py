@@ -1,5 +1,6 @@
 """What cannot be kept across machines is said before anybody is waited for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     with pytest.raises(ConfigError, match=message) as error:
         check_served(with_values(Config(), values), SERVICE)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["ditto", "mr_mtl", "fedamp"])
+def test_models_of_ones_own_are_of_those_who_are_there_at_first(strategy: str) -> None:
+    config = validate(with_values(Config(), {"strategy": strategy, "ranks": "4"}))
+    with pytest.raises(ConfigError, match="has clients train models of their own, and late ones may join; say --no-"):
+        check_served(config, SERVICE)
+    check_served(config, replace(SERVICE, late=False))
 
 
 @pytest.mark.parametrize("strategy", ["kriging", "atlas", "mta", "stb", "fedpac", "classifier_collaboration"])

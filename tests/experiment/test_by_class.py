@@ -36,11 +36,14 @@ def test_clients_add_up_and_a_class_without_images_has_no_accuracy() -> None:
 
 
 def test_the_last_round_counts_and_rows_without_counts_have_no_classes() -> None:
-    both = histories([*rows(([0, 0, 0], [1, 0, 0]), round=1), *rows(([1, 0, 0], [1, 0, 0]), round=2)])
+    first, last = ([0, 0, 0], [1, 0, 0], [0, 1, 0]), ([1, 0, 0], [1, 0, 0], [1, 0, 0])
+    both = histories([*rows(first, round=1), *rows(last, round=2)])
     assert class_scores(list(both.values()), plan=PLAN)["classes"]["cat"] == {
         "examples": 1,
         "accuracy": 1.0,
         "recall": 1.0,
+        "precision": 1.0,
+        "f1": 1.0,
     }
     plain = {"round": 1, "client": "c-0", "task": "c", "split": "test", "primary": 0.5}
     assert class_scores(list(histories([plain]).values()), plan=PLAN) == {}

@@ -21,7 +21,6 @@ from atlas_fl.client.registry import ACTIONS
 from atlas_fl.data.task import Task
 from atlas_fl.methods.second_model import initial_gate
 from atlas_fl.models.backbone import Backbone, block_index, module_dims
-from atlas_fl.models.gated_adapter import export_gated_adapter, load_gated_adapter
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
 from atlas_fl.models.prefix_cache import PrefixCache
@@ -31,7 +30,7 @@ from atlas_fl.models.vision import preprocess
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from tests.laws.test_packs import HARD as PACKED
 from tests.models.tiny_vision import save_tiny
-from tests.second_model import combine
+from tests.second_model import add_gated, combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
@@ -149,7 +148,7 @@ def test_at_another_image_size_peft_gives_the_same_logits_by_interpolating_posit
     torch.testing.assert_close(logits[0], wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_gate_on_images_is_that_of_the_stock_classifier(load: Load, tmp_path: Path) -> None:
+def test_a_gate_on_images_is_that_of_the_stock_classifier(load: Load) -> None:
     path, backbone = load("vit")
     site = site_of(backbone, ("all-linear",))
     own = params_of(site, "b-0")
@@ -157,9 +156,9 @@ def test_a_gate_on_images_is_that_of_the_stock_classifier(load: Load, tmp_path: 
     rows = torch.tensor([[0.3], [-0.3]])
     gate = {key: rows + value for key, value in initial_gate(own).items()}
     params = combine(own, rest, "stacked", weight=0.6, scale=site.scale, gate=gate)
-    export_gated_adapter(params, tmp_path / "gated", family=backbone.family, base=str(path), scale=site.scale)
     stock = AutoModelForImageClassification.from_pretrained(path, num_labels=5, ignore_mismatched_sizes=True)
-    theirs, data = load_gated_adapter(stock.eval(), tmp_path / "gated"), site.data["b-0"].splits["test"]
+    theirs = add_gated(stock.eval(), params, family=backbone.family, scale=site.scale)
+    data = site.data["b-0"].splits["test"]
     row = collate_packed([data], device=torch.device("cpu"))
     assert backbone.vision is not None
     with torch.no_grad(), forward(row, [params], site) as logits:

@@ -28,6 +28,7 @@ def test_a_table_says_of_how_many_rows_it_has_some() -> None:
     )
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_the_page_names_some_clients_and_means_are_of_all(make_run) -> None:
     run = make_run(tasks=2, clients_per_task=150, rounds=2)

@@ -112,9 +112,11 @@ class Federation:
         assert "resumed after round" in last.end()
         return number
 
-    def complete(self, *more: str, own: Mapping[str, Sequence[str]] | None = None) -> tuple[str, list[str]]:
+    def complete(
+        self, *more: str, own: Mapping[str, Sequence[str]] | None = None, serve: Sequence[str] = ()
+    ) -> tuple[str, list[str]]:
         """What the server and the sites said from start to end; sites get the words `more`, and some `own` ones."""
-        server, port = self.serve()
+        server, port = self.serve(*serve)
         sites = [self.join(name, port, *more, *(own or {}).get(name, ())) for name in self.sites]
         said = [site.end() for site in sites]
         return server.end(), said

@@ -13,6 +13,7 @@ from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(config: Make) -> None:
     base = config(rounds=1, samples=8, clusters="oracle")

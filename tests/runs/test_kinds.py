@@ -21,7 +21,7 @@ from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
-from tests.runs.federation import Federation
+from tests.runs.federation import Federation, adapters
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
@@ -87,6 +87,7 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "a model beside the shared one": ("", {**ONE_RANK, "strategy": "ditto"}),
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
+    "own models pulled to their mean": ("", {**ONE_RANK, "strategy": "mr_mtl"}),
     "a frozen part beside the adapter": ("", {**ONE_RANK, "strategy": "fedex"}),
     "a rest of products held frozen": ("", {**ONE_RANK, "strategy": "fedmomentum"}),
     "a factor that the server alone moves": ("", {**ONE_RANK, "strategy": "fedsvd"}),
@@ -102,14 +103,13 @@ NOT_SERVED = {
     "fedex": "--strategy fedex has a second set of tensors beside the model",
     "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
-    "ditto": "--second-model has a second set of tensors beside the model",
-    "fedalt": "--personal-models has a second set of tensors beside the model",
-    "fedamp": "--personal-models has a second set of tensors beside the model",
+    "fedalt": "--second-gate has a second set of tensors beside the model",
 }
 """What a server says of methods that stay in one process."""
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}
 IN_SESSIONS = {kind for kind, (_, values) in METHODS_OF_THEIR_OWN.items() if values["strategy"] in CASES}
 """Methods that test_method_sessions.py resumes."""
+SLOW = pytest.mark.slow
 CORE = (
     *("adapters on text", "cut models", "adapters on images", "whole images", "whole images under a mask"),
     *("whole text models", "class frequencies in the logits"),
@@ -117,9 +117,9 @@ CORE = (
 """One of each kind of weights and of what a client sends; the others differ from these in what they train."""
 
 
-def of_kinds(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    """Give a test the config of each of these kinds in turn."""
-    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else pytest.mark.slow) for kind in kinds]
+def of_kinds(kinds: Iterable[str], *, others: tuple[pytest.MarkDecorator, ...] = (SLOW,)) -> pytest.MarkDecorator:
+    """Give a test the config of each of these kinds in turn; those that are not of the core have other marks."""
+    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else others) for kind in kinds]
     return pytest.mark.parametrize("config", params, indirect=True)
 
 
@@ -147,7 +147,7 @@ def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(conf
     assert failures and {row.round for row in failures} <= {2, 3}
 
 
-@of_kinds(kind for kind in ALL_KINDS if kind not in IN_SESSIONS)
+@of_kinds((kind for kind in ALL_KINDS if kind not in IN_SESSIONS), others=(SLOW, pytest.mark.product))
 def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:
@@ -173,14 +173,19 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
         return
     (task,) = config.data.tasks
     fed = Federation(config, tmp_path, {f"{task}-0": DEVICE, f"{task}-1": DEVICE}, programs, finished)
+    mixing = validate(config).mixing
+    beside = mixing.second_model != "none"
     try:
-        _, said = fed.complete()
+        _, said = fed.complete(serve=["--no-late"] if beside or mixing.personal_models else [])
     finally:
         programs.kill_all()
     served, simulated = state(fed.served.path), state(fed.simulated)
     hidden = {key for key, value in served.items() if key.endswith(f"/{PRIVATE}") or is_placeholder(value)}
     assert same_tensors(without(hidden, simulated), without(hidden, served))
-    assert bool(hidden) != is_fully_shared(validate(config).mixing.share)  # what is not shared is at the sites alone
+    # what is not shared is at the sites alone
+    assert bool(hidden) is (beside or not is_fully_shared(mixing.share))
+    if beside or mixing.personal_models:
+        assert fed.own_adapters == adapters(fed.simulated) and len(fed.own_adapters) == 2
     # a site reports also what it trains for itself in its last rounds, of which a simulation sends nothing
     shared_rounds = config.training.rounds - config.mixing.personal_rounds
     sent, expected = (

@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
-from atlas_fl.experiment.export import export_client
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.export import GATED, export_client, load_models
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.apfl import WEIGHT
-from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
+from atlas_fl.params import Params
 from atlas_fl.setup.assembly import assemble
+from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, audited, passing_audit, rows
+from tests.second_model import add_gated
 
 pytestmark = pytest.mark.core
 
@@ -30,21 +33,17 @@ def adapters(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(path) for path in sorted((folder / "adapters").rglob("adapter_model.safetensors"))]
 
 
-def gated_file(folder: Path, client: str) -> Path:
-    return next(path for path in sorted((folder / "adapters").rglob(WEIGHTS)) if client in path.parts)
+def gated(folder: Path, client: str) -> Params:
+    return load_models(RunFolder(folder))[client]
 
 
-def gated(folder: Path, client: str) -> dict[str, torch.Tensor]:
-    return load_file(gated_file(folder, client))
-
-
-def loss_of(config: Config, folder: Path, *, client: str) -> float:
-    """The mean test loss of the stock classifier with this gated adapter on a client's rows."""
+def loss_of(config: Config, params: Params, *, client: str) -> float:
+    """The mean test loss of the stock classifier with these gated adapters on a client's rows."""
     site = assemble(validate(config)).site
     rows = site.data[client].splits["test"]
     classes = site.data[client].task.num_labels
     stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source, num_labels=classes)
-    model = load_gated_adapter(stock.eval(), folder)
+    model = add_gated(stock.eval(), params, family=site.backbone.family, scale=site.scale)
     losses = []
     for start, stop, label in zip(rows.offsets[:-1], rows.offsets[1:], rows.labels, strict=True):
         with torch.no_grad():
@@ -106,8 +105,8 @@ def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: 
                 continue
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
     key = next(key for key in start if key.startswith("movie-0/") and key.endswith("lora_A"))
-    exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
-    assert exported.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
+    stacked = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
+    assert stacked.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
     assert anchor.keys() == start.keys()
 
 
@@ -146,21 +145,26 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: Make) -> None:
     assert not torch.equal(gates[last], gates[last.replace("movie-0/", "movie-1/")]), "each client has its own"
 
 
-def test_final_scores_are_those_of_the_exported_gate(config: Make, tmp_path: Path) -> None:
-    """The stock classifier with the exported folder, on the client's test rows."""
+def test_final_scores_are_those_of_the_stock_classifier_with_the_gate(config: Make) -> None:
     one = config(**PLAIN, strategy="fedalt", lr=0.05)
-    notes: list[str] = []
-    folder = run_config(one, on_event=lambda event: notes.append(str(event))).folder
-    assert sum("which plain PEFT cannot load" in note for note in notes) == 1
-    assert not (folder / "adapters/movie/movie-0/adapter_config.json").exists()
+    folder = run_config(one).folder
     scores = [row["loss"] for row in rows(folder) if row.get("split") == "test" and row["client"] == "movie-0"]
-    exported = export_client(folder, client="movie-0", to=tmp_path / "exported")
-    written, kept = (load_file(path) for path in (exported / WEIGHTS, gated_file(folder, "movie-0")))
-    assert all(torch.equal(written[key], value) for key, value in kept.items())
-    assert loss_of(one, exported, client="movie-0") == pytest.approx(scores[-1], rel=1e-4)
-    ungated = {key: torch.zeros_like(value) if key.endswith("gate") else value for key, value in written.items()}
-    save_file(ungated, exported / WEIGHTS)
-    assert loss_of(one, exported, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
+    params = gated(folder, "movie-0")
+    assert loss_of(one, params, client="movie-0") == pytest.approx(scores[-1], rel=1e-4)
+    ungated = {key: torch.zeros_like(value) if key.endswith("gate") else value for key, value in params.items()}
+    assert loss_of(one, ungated, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("values", [{"strategy": "fedalt"}, {"strategy": "feddpa", "second_gate": "input"}])
+def test_models_with_a_gate_are_not_exported_and_a_line_says_why(
+    config: Make, tmp_path: Path, values: Mapping[str, Any]
+) -> None:
+    notes: list[str] = []
+    told = run_config(config(**PLAIN, **values), on_event=lambda event: notes.append(str(event)))
+    assert notes.count(GATED) == 1 and not (told.folder / "adapters").exists()
+    with pytest.raises(ConfigError, match=r"^PEFT has no adapter with a gate .*--second-gate none"):
+        export_client(told.folder, client="movie-0", to=tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_an_interpolated_model_learns_its_weight(config: Make) -> None:

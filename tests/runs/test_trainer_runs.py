@@ -27,6 +27,7 @@ def _no_plugins() -> Iterator[None]:
     load_plugins(())
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(config: Make) -> None:
     """`atlas` mixes by what clients train on either half of their examples, which the example does too."""

@@ -1,8 +1,12 @@
+from typing import get_args
+
 import pandas as pd
 import pytest
 
 from atlas_fl.rng import generator
-from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow, totals
+from atlas_fl.storage.ledger import KINDS, Direction, LedgerRow, totals
+
+DIRECTIONS = get_args(Direction)
 
 
 def some_rows(count: int = 200) -> list[LedgerRow]:

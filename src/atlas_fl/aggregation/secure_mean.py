@@ -196,7 +196,10 @@ def secure_means(
     groups: Sequence[SumGroup], settings: SumSettings, before: ByClient, updates: ByClient, sum_of: SumOf, *, round: int
 ) -> SecureMeans:
     """The means of these groups; `sum_of` makes the sum of a group, given its terms and size."""
-    means = {client: dict(params) for client, params in updates.items()}
+    # a client that goes on with a model of its own has named that, which the server's has no place for
+    means = {
+        client: {key: params[key] for key in params if key in before[client]} for client, params in updates.items()
+    }
     sums, lost, sent = [], [], {client: np.zeros(2, int) for client in before}
     for group in groups:
         here = [client for client in group.clients if client in updates]

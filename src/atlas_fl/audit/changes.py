@@ -21,11 +21,12 @@ Model = Mapping[str, Tensor]
 
 def names_fault(plan: AuditPlan, client: str, want: Model, have: Model, what: str) -> str:
     """The fault of names and shapes of a model, which are those of another one, and of ranks, which the plan says."""
-    lost, new = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
-    if lost or new:
-        return f"{what} lacks {lost[:2]} and has unknown {new[:2]} ({len(lost)} and {len(new)} in all)"
     # what a client has kept to itself since is no longer here, and `mixed` holds that it was not to be shared
     emptied = {key for key in have if PRIVATE in have and not have[key].numel()}
+    named = {PRIVATE} if {*emptied, PRIVATE} == have.keys() else set()  # all of it, which has that name since
+    lost, new = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys() - named)
+    if lost or new:
+        return f"{what} lacks {lost[:2]} and has unknown {new[:2]} ({len(lost)} and {len(new)} in all)"
     wrong = [key for key in want if want[key].shape != have[key].shape and key not in emptied]
     if wrong:
         return f"{what} has {wrong[0]} of shape {tuple(have[wrong[0]].shape)}"

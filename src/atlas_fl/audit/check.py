@@ -160,7 +160,7 @@ class RunCheck:
                 is_own = dense.same_tensors(own[client], after[client])
                 yield report.AuditRow("own", client, "" if is_own else "it does not start with its own model")
             after = run.models(round, "anchor")
-            if fault := max(_model_fault(plan, one, held, {}, {}, after) for one in plan.clients):
+            if fault := max(_model_fault(plan, one, server_models, {}, {}, after) for one in plan.clients):
                 yield report.AuditRow("mixed", "", f"of an anchor: {fault}")
                 return
         summed = run.models_if_any(round, "summed")

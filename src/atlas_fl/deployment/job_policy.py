@@ -27,6 +27,7 @@ from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
+from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
@@ -35,7 +36,9 @@ from atlas_fl.setup.options import (
     fingerprint_options,
     importance_options,
     is_reclustered,
+    parts_of_config,
     sensitivity_options,
+    share_of,
     strategy_of,
     train_options,
 )
@@ -85,8 +88,16 @@ def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOpt
     return replace(options, blocks=blocks_below(options, job.cut, total=outline.blocks))
 
 
+def _second_part(config: Config) -> SecondModel | None:
+    """The part of these settings that has clients train a second model, or go on with their own."""
+    return next((part for part in parts_of_config(config) if isinstance(part, SecondModel)), None)
+
+
 def _training(config: Config, job: Job, outline: "Outline") -> TrainOptions:
     options = train_options(config, with_images=outline.images)
+    part = _second_part(config)
+    if part is not None and not share_of(config, job.options, round=job.round) and not config.mixing.personal_models:
+        return replace(options, **part.own_options)
     method = strategy_of(config)
     if not is_aggregation_round(config, job.round) or not method.reports_in(job.round):
         return options
@@ -216,21 +227,27 @@ class JobPolicy:
         if self._seen[seen] > MOST_REPEATS:
             raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
 
-    def check_model(self, action: str, job: Job) -> None:
+    def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
         """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
 
-        Class means to pull features to come with it only where the settings align features.
+        Class means to pull features to come with it only where the settings align features, an anchor only where they
+        have models of one's own. A model that no server has made is its client's own.
         """
         self._check_tensors(job.params, job.cut, what=f"the model of {action}")
-        self.starts.check(action, job)
-        if job.sent:
+        if not is_own:
+            self.starts.check(action, job)
+        others = dict(job.sent)
+        if _second_part(self.config) is not None and (anchor := others.pop("anchor", None)) is not None:
+            self._check_tensors(anchor, None, what="the anchor")
+            self.starts.check(action, replace(job, params=anchor))
+        if others:
             method = strategy_of(self.config)
             allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
-            if action != "train" or not job.sent.keys() <= allowed.keys():
+            if action != "train" or not others.keys() <= allowed.keys():
                 raise _refusal(
-                    f"{action} in round {job.round} with {short_repr(sorted(job.sent))} beside the model", "none then"
+                    f"{action} in round {job.round} with {short_repr(sorted(others))} beside the model", "none then"
                 )
-            for kind, tensors in job.sent.items():
+            for kind, tensors in others.items():
                 if tensors.keys() != allowed[kind].keys():
                     raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
                 answer_schema.check_tensors(tensors, allowed[kind])
@@ -240,7 +257,10 @@ class JobPolicy:
 
         The last check before sending: whatever a job was, nothing that is not shared goes out.
         """
-        shared = job.params if self.outline.whole else shared_params(job.params, self.config.mixing.share)
+        share: tuple[str, ...] = self.config.mixing.share
+        if action == "train":
+            share = share_of(self.config, job.options, round=job.round)
+        shared = job.params if self.outline.whole else shared_params(job.params, share)
         request = answer_schema.AnsweredRequest(
             action=action,
             job=replace(job, params=shared),
@@ -260,7 +280,7 @@ class JobPolicy:
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
                 raise _refusal(f"{short_repr(key)} with its answer to {action}", "what the settings share")
-        if action == "train":
+        if action == "train" and share:
             own = {key.removeprefix("param/"): tensor for key, tensor in tensors.items() if key.startswith("param/")}
             self.starts.remember(job, decompress(own, job.params))
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
-from atlas_fl.config import Config, pin_mask_file, run_folder
+from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
@@ -40,7 +40,7 @@ from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device
-from atlas_fl.setup.options import strategy_of
+from atlas_fl.setup.options import keeps_models, strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -164,6 +164,10 @@ def check_served(config: Config, service: ServerOptions) -> None:
     if config.needs_sums and service.late:
         raise ConfigError(
             "--secure and --dp client are of the same clients in every round, and late ones may join; say --no-late"
+        )
+    if service.late and (mixing.personal_models or mixing.second_model != "none"):
+        raise ConfigError(
+            f"--strategy {mixing.strategy} has clients train models of their own, and late ones may join; say --no-late"
         )
     if config.mixing.secure and service.tokens is not None:
         raise ConfigError(
@@ -373,4 +377,6 @@ def _final_models(folder: RunFolder) -> Mapping[str, Params]:
     checkpoint.load_newest(folder.checkpoints)  # raises: an older one holds other models
     last = last_plan(folder)
     assert last is not None, "a complete run has written its last checkpoint"
-    return FederationState.from_checkpoint(*last).client_models
+    state, config = FederationState.from_checkpoint(*last), load_config(folder.config, within=folder.path)
+    # a model that stays at its client is named; of others the client predicts with what it holds
+    return state.predicting_models(config) if keeps_models(config) else state.client_models

@@ -30,7 +30,7 @@ from atlas_fl.runtime.protocol.messages import read
 from atlas_fl.runtime.transport.certificates import public_key_of
 from atlas_fl.secure_sums import KeyBook
 from atlas_fl.setup.assembly import trainable_of
-from atlas_fl.setup.options import learning_rate_of, strategy_of, train_options
+from atlas_fl.setup.options import keeps_models, learning_rate_of, strategy_of, train_options
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 
 MOST_NAME = 255
@@ -309,6 +309,7 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     ]
     never = "images, activations" if task.images else "texts, tokens, activations"
     never += f"{' but as these means' if 'means' in report else ''}, the label of an example"
+    never += ", the model of its own" if keeps_models(config) else ""
     if "cut" in words:
         where = cut_setting(config.split.split, client=client.name, task=task.name, device=device)
         place = "a block, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"

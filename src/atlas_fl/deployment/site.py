@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from atlas_fl.client.job import Job, initial_params
 from atlas_fl.client.job import Site as AdapterSite
-from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import delta_of
 from atlas_fl.config import Config, config_hash, differences, parse_config
 from atlas_fl.config.schema import NONE
@@ -74,10 +75,16 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, scale_of
+from atlas_fl.setup.options import dealing_of, keeps_models, scale_of, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
+
+
+def _share(config: Config, job: Job) -> tuple[str, ...]:
+    """Parts of the model that leave the client after this job."""
+    options = job.options
+    return share_of(config, options, round=job.round) if isinstance(options, TrainOptions) else config.mixing.share
 
 
 class SiteRuntime:
@@ -99,13 +106,13 @@ class SiteRuntime:
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         store = None
-        if not self._is_full and not is_fully_shared(config.mixing.share):
+        if not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share)):
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
             store = PrivateParamStore(
                 folder=private,
                 owner=owner,
-                share=config.mixing.share,
+                share=partial(_share, config),
                 names=self._names,
                 draw=self._initial_params,
                 scale=scale_of(config),
@@ -412,7 +419,7 @@ def _work(
         sums=_sums(settings, joining, secret=secret, examples=examples) if settings.mixing.secure else None,
     )
     has_model = bool(worker.run())
-    if not has_model or is_fully_shared(settings.mixing.share):
+    if not has_model or home.receiver.store is None:
         return has_model, ""
     return has_model, clear_store(private, Owner(client=name, config=run))
 

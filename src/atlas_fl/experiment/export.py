@@ -1,4 +1,4 @@
-"""Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder.
+"""Export of client models: an adapter as a PEFT folder, a whole model as a transformers folder.
 
 `atlas export` writes an adapter also merged into its base, or as a file of llama.cpp, with a card that says where the
 model comes from, and publishes the folder where it is asked to.
@@ -32,13 +32,12 @@ from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
-from atlas_fl.models import gated_adapter, gguf_adapter, loading, peft_io, registry
+from atlas_fl.models import gguf_adapter, loading, peft_io, registry
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.files import is_local
-from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, digest, head_keys
+from atlas_fl.params import HEAD, LORA_GATE, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
 from atlas_fl.setup.options import scale_of, strategy_of
@@ -65,7 +64,11 @@ LACKS_PRIOR = (
     " them; add `log_frequencies` to the logits"
 )
 """The one line of an export whose head has no bias."""
-
+GATED = (
+    "PEFT has no adapter with a gate (--second-gate input), so no model of this run is exported; `atlas evaluate` and"
+    " `atlas generate` read them in the run, and one with --second-gate none (fedalt_fixed) is exported"
+)
+"""The one line of a run whose models have a gate."""
 
 MOST_EXPORTED = 1000
 """Most models that a run writes at its end, a folder each."""
@@ -74,13 +77,17 @@ MOST_EXPORTED = 1000
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
     """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`.
 
-    Of more than `MOST_EXPORTED` none: `export_client` writes any of them from the checkpoint.
+    Of more than `MOST_EXPORTED` none: `export_client` writes any of them from the checkpoint. Those with a gate are not
+    written either.
     """
     config, site = assembly.config, assembly.site
     exported = models
     if assembly.is_full and not config.training.prior_correction:
         # equal models of clients with priors of their own do not score alike
         exported = {name: models[name] for name in dict.fromkeys(deduplicate_models(models).values())}
+    if any(map(is_gated, models.values())):
+        on_event(Note(GATED))
+        return
     if len(exported) > MOST_EXPORTED:
         remedy = f"`atlas export {folder.path} --client NAME --to FOLDER` writes one"
         on_event(Note(f"{len(exported):,} models are not written one by one; {remedy}"))
@@ -116,11 +123,11 @@ def export_client(
 ) -> Path:
     """Write the model that a client has after a round: an adapter in this form, a whole model as transformers' own.
 
-    What `--second-gate` weighs is written for `models.gated_adapter`, which PEFT does not load.
     `client` is a name such as `movie-0`, or the client's number in the run's order; None is the one model of all
     (`global_client`). `round` is a number, or `best` for
     the best mean validation score; the last complete round without it. A `Note` says what the files lack.
-    Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
+    Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client, or a model
+    with a gate.
     """
     folder = find_run(run)
     config = recorded_config(folder)
@@ -265,9 +272,11 @@ def export_model(
     `statistics` are those of the client's labels (`data.clients.label_statistics`): its classes in the order of the
     logits, and where `--prior-correction` adds them their log frequencies.
 
-    A whole model, which is one with a `backbone`, is a folder of stock transformers, an adapter one of PEFT, and one
-    with a gate one of ours. No part of the path below `within` is a link.
+    A whole model, which is one with a `backbone`, is a folder of stock transformers, an adapter one of PEFT. No part of
+    the path below `within` is a link. Raises `ConfigError` for a model with a gate, and for a form that it has not.
     """
+    if is_gated(params):
+        raise ConfigError(GATED)
     # a regression has other statistics in the place of counts
     multilabel = "cardinality" in statistics
     counts = statistics["labels"] if "majority" in statistics or multilabel else {}
@@ -277,8 +286,8 @@ def export_model(
         folded = fold_prior(params, prior, family=family)
         missing = prior.tolist() if folded is None else None
         params = folded or params
-    gated, writes = gated_adapter.is_gated(params), not head_keys(params)
-    kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
+    writes = not head_keys(params)
+    kind = "whole model" if backbone is not None else "adapter"
     _check_form(form, kind, writes=writes and not family.seq2seq)
     if form != "adapter":
         kind = "whole model" if form == "merged" else "GGUF adapter"
@@ -309,17 +318,18 @@ def export_model(
                 peft_io.export_adapter(params, Path(scratch, "adapter"), **options)
                 peft_io.export_merged(Path(scratch, "adapter"), draft, base=base, auto=auto, multilabel=multilabel)
         elif backbone is None:
-            write = gated_adapter.export_gated_adapter if gated else peft_io.export_adapter
-            write(params, draft, **options)
+            peft_io.export_adapter(params, draft, **options)
         elif backbone.vision is not None:
             save_vision(backbone.vision, params, draft, labels=labels)
         else:
             loading.save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
         folder_access.write_atomic(draft / CARD, card.encode())
-    lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
-    if missing is not None:
-        lines += (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
-    return lines
+    return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
+
+
+def is_gated(params: Params) -> bool:
+    """Return whether a gate weighs what is stacked in this model."""
+    return any(key.endswith(LORA_GATE) for key in params)
 
 
 def _check_form(form: Form, kind: str, *, writes: bool) -> None:

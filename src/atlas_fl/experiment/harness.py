@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
 from atlas_fl.experiment.export import export_client, load_models
-from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.models.loading import find_family
 from atlas_fl.params import head_keys
 from atlas_fl.setup.assembly import pick_device, recorded_config
@@ -66,7 +65,7 @@ def harness_run(
         adapters: dict[str, str | None] = {BASE: None}
         for name in clients:
             adapters[name] = str(export_client(folder.path, client=name, to=Path(temporary) / name))
-            if head_keys(models[name]) or is_gated(models[name]):
+            if head_keys(models[name]):
                 raise CheckpointError(f"the model of {name} is no PEFT adapter that writes text, as the harness loads")
         try:
             manager.load(list(tasks))

@@ -62,7 +62,7 @@ from atlas_fl.planning.round_costs import client_side
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import is_reclustered, parts_of_config, sample_clients, strategy_of, train_options
+from atlas_fl.setup.options import is_reclustered, parts_of_config, sample_clients, share_of, strategy_of, train_options
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.jsonl import to_json
@@ -138,7 +138,9 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     bound by the norms of others would give these away.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    usable, refused = check_updates(state.client_models, updates, config.mixing.share)
+    options = train_options(config, with_images=assembly.has_images)
+    share = share_of(config, options, round=state.round + 1)
+    usable, refused = check_updates(state.client_models, updates, share)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
     mode = robust.norm_bound if strategy_of(config).communicates and not config.needs_sums else "off"
     bounded, reasons = bound_updates(
@@ -320,7 +322,7 @@ def one_round(
                 params=own.models[job.client],
                 sent=_of_client(own.sent, job.client),
                 kept=_of_client(own.kept, job.client),
-                options=replace(job.options, report="none", **own.options),
+                options=replace(job.options, **own.options),
             )
             for job in jobs
         ]
@@ -493,7 +495,7 @@ def _diversity(assembly: Assembly, before: ByClient, after: ByClient) -> Diversi
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
     is_stacked = assembly.config.server.second_gate != "none" or strategy_of(assembly.config).holds_frozen
-    hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
+    hidden = is_stacked or any(has_hidden_factors(params) for params in (*before.values(), *after.values()))
     if assembly.is_full or hidden:
         return None
     result = diversity(before, after, clients=assembly.names, scale=assembly.site.scale)

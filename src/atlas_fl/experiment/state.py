@@ -36,6 +36,7 @@ from atlas_fl.params import (
     unflatten_by_client,
     unflatten_state,
 )
+from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.planning.host_assignment import HostAssignment
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
@@ -278,12 +279,14 @@ class RoundRecord:
             yield from self._frozen_rows(name, self.method.frozen_part(self.before.server_state, name))
         for name, update in self.received.updates.items():
             if self.aggregated or update.travelled:
-                trained = {key: tensor for key, tensor in update.params.items() if key not in self.unsent_up}
+                sent = self.step.secure.updates.get(name, update.params)
+                trained = {key: tensor for key, tensor in sent.items() if key not in self.unsent_up}
                 trained = compression.compress(trained, self.before.client_models[name]) if self.compressed else trained
                 yield from self._model_rows(name, "up", self._sent_part(trained), share)
         after = self.step.server_state
         for name in self._receivers() if self.aggregated else ():
-            model, is_outdated = self.step.client_models[name], name in outdated and name not in updated
+            model = self.step.anchors.get(name, self.step.client_models[name])
+            is_outdated = name in outdated and name not in updated
             yield from self._model_rows(name, "down", model if is_outdated else self._sent_part(model), share)
             part_of = self.method.frozen_part if is_outdated else self.method.newest_part
             yield from self._frozen_rows(name, part_of(after, name) if is_outdated or self.state_changed else {})
@@ -316,7 +319,9 @@ class RoundRecord:
         self, name: str, direction: Direction, model: Params, share: tuple[str, ...]
     ) -> Iterator[LedgerRow]:
         names = self.client_side_names.get(name, model.keys())
-        params = {key: tensor for key, tensor in shared_params(model, share).items() if key in names}
+        params = {
+            key: tensor for key, tensor in shared_params(transmitted_params(model), share).items() if key in names
+        }
         if direction == "down" and self.method.begins_again:  # everybody draws the adapters alike
             params = {key: tensor for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))}
         return self._rows_by_kind(name, direction, params)

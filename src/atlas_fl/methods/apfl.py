@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.params import Params
 
@@ -38,12 +37,3 @@ class Apfl(SecondModel):
         """Put a back between 0 and 1."""
         if WEIGHT in leaves:
             leaves[WEIGHT].detach().clamp_(0.0, 1.0)
-
-
-APFL = PublishedMethod(
-    summary="APFL: FedAvg, and own models interpolated with it (Deng et al. 2020, arXiv:2003.13461).",
-    differs="whole models; the shared model is interpolated as it was sent, there as the client trains it",
-    rule="fedavg",
-    settings={"second_model": "interpolated", **FACTORS},
-    equal_ranks=True,
-)

@@ -6,7 +6,6 @@ As A and B are the same everywhere, the average of the products is the product o
 holds heads (rank / heads)^2 values a layer. Predictions and exports have A with the blocks in it (`models.lora`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,9 +14,6 @@ from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.models.lora import with_core
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
-
-CORE_SETTINGS: Mapping[str, object] = {"space": "factors", "share": ("A", "B", "head"), "trained_parts": "core"}
-"""Settings of methods that train blocks alone."""
 
 
 class FedAvgBetweenFactors(AveragingFactors):

@@ -5,7 +5,6 @@
 Li, Hu, Beirami and Smith 2021, "Ditto: Fair and robust federated learning through personalization", arXiv:2012.04221.
 """
 
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.second_model import SecondModel
 
 
@@ -14,12 +13,3 @@ class Ditto(SecondModel):
 
     kind = "proximal"
     role = "anchor"
-
-
-DITTO = PublishedMethod(
-    summary="Ditto: FedAvg, and own models pulled to it (Li et al. 2021, arXiv:2012.04221).",
-    differs="whole models",
-    rule="fedavg",
-    settings={"second_model": "proximal", **FACTORS},
-    equal_ranks=True,
-)

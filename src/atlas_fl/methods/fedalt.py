@@ -14,7 +14,6 @@ import numpy as np
 from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.aggregation.rules import MixingContext, weighted_average
 from atlas_fl.methods.averages import Averaging
-from atlas_fl.methods.method import PublishedMethod
 
 
 class FedAvgOfOthers(Averaging):
@@ -27,18 +26,3 @@ class FedAvgOfOthers(Averaging):
         rows = np.array(weighted_average(self.options, step))
         np.fill_diagonal(rows, np.where(step.present, 0.0, np.diag(rows)))
         return rows_over_sums(rows)
-
-
-FEDALT = PublishedMethod(
-    summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
-    differs="the others are weighted by examples, there equally",
-    rule="fedavg_of_others",
-    settings={
-        "personal_models": True,
-        "second_model": "stacked",
-        "second_gate": "input",
-        "space": "factors",
-        "share": ("A", "B"),
-    },
-    equal_ranks=True,
-)

@@ -17,7 +17,6 @@ import numpy as np
 from atlas_fl.aggregation.matrices import Square
 from atlas_fl.aggregation.rules import MixingContext, present_by_group
 from atlas_fl.methods.averages import Averaging
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 from atlas_fl.methods.robust import model_distances
 from atlas_fl.ranges import Range
 
@@ -54,13 +53,3 @@ class FedAvgByDistance(Averaging):
             rows = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
             matrix[np.ix_(inside, inside)] = rows
         return matrix
-
-
-FEDAMP = PublishedMethod(
-    summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
-    differs="whole models; sigma counts mean squared distances of a round; heads have distances of their own",
-    rule="fedavg_by_distance",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs, Wait
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs, Wait
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, Values
 from atlas_fl.params import ServerState, params_by_client
 from atlas_fl.ranges import Range
@@ -133,11 +133,3 @@ class FedAvgByArrival(ByCohort):
         models = {**inputs.client_models, **{client: done.client_models[client] for client in begun}}
         state: ServerState = {MODEL: newest, BEGUN: {**params_by_client(inputs.server_state, BEGUN), **begun}}
         return replace(done, server_state=state, client_models=models)
-
-
-FEDBUFF = PublishedMethod(
-    summary="FedBuff: asynchronous steps by K updates, late ones count less (Nguyen et al. 2022, arXiv:2106.06639).",
-    rule="fedavg_by_arrival",
-    differs="shares by examples, there equal; a client waits until its update is used; the last step waits for all",
-    settings=FACTORS,
-)

@@ -6,7 +6,6 @@ Yang, Long, Shen, Jiang and Blumenstein 2024, "Dual-personalizing adapter for fe
 arXiv:2403.19211; here with a fixed weight a at inference (`--second-weight`), where theirs follows the instance.
 """
 
-from atlas_fl.methods.method import PublishedMethod
 from atlas_fl.methods.second_model import SecondModel, stack, stack_by_gate
 from atlas_fl.params import Params
 
@@ -22,11 +21,3 @@ class FedDpa(SecondModel):
         if gate:
             return stack_by_gate(own, shared, gate, weight=weight, scale=scale)
         return stack(own, shared, weights=(weight, 1 - weight), scale=scale)
-
-
-FEDDPA = PublishedMethod(
-    summary="FedDPA: a shared adapter and one's own, stacked (Yang et al. 2024, arXiv:2403.19211).",
-    differs="one fixed weight of the own adapter at inference, there one for each input",
-    rule="fedavg",
-    settings={"second_model": "stacked"},
-)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.averages import AveragingFactors
-from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, StepInputs
+from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs
 from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
 
@@ -79,12 +79,3 @@ def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, 
     """alpha e_k of these clients, float32: what is added to each one's gradients besides the proximal term."""
     changes = changes_of(server_state)
     return {client: {key: alpha * e for key, e in changes[client].items()} for client in clients if client in changes}
-
-
-FEDDYN = PublishedMethod(
-    summary="FedDyn: clients held and corrected by their own changes (Acar et al. 2021, arXiv:2111.04263).",
-    differs="whole models; shares are by examples, there equal; the server keeps each client's sum and sends it",
-    rule="fedavg_dynamic",
-    settings=FACTORS,
-    suggested={"proximal_mu": 0.1},
-)

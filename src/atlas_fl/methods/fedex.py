@@ -10,7 +10,6 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, residual
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import FACTORS, PublishedMethod
 
 
 class FedAvgWithResidual(WithFrozenPart):
@@ -22,11 +21,3 @@ class FedAvgWithResidual(WithFrozenPart):
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
         """sum_k w_k s B_k A_k - s Bbar Abar."""
         return residual(a, b, self.options.scale(len(a[0])), weights)
-
-
-FEDEX = PublishedMethod(
-    summary="FedEx-LoRA: averaged factors, and a frozen rest that makes it exact (arXiv:2410.09432).",
-    differs="averages are weighted by examples, there equally",
-    rule="fedavg_with_residual",
-    settings=FACTORS,
-)

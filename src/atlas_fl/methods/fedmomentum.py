@@ -14,7 +14,6 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, stack_factors, truncated_svd
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import PublishedMethod
 
 
 class FedAvgWithRest(WithFrozenPart):
@@ -32,11 +31,3 @@ class FedAvgWithRest(WithFrozenPart):
         shares = torch.tensor(weights, dtype=torch.float64, device=wide.device).repeat_interleave(rank)[None]
         (best,) = truncated_svd(wide, tall, shares, ranks=[len(wide)])
         return Factors(a=best.right[rank:], b=best.left[:, rank:])
-
-
-FEDMOMENTUM = PublishedMethod(
-    summary="FedMomentum: leading directions of the average, the rest frozen (Yan et al. 2026, arXiv:2603.08014).",
-    rule="fedavg_with_rest",
-    differs="the decomposition is exact, there randomised; all of the rest is kept",
-    settings={"space": "product", "share": ("A", "B", "head")},
-)

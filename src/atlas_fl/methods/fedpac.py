@@ -37,7 +37,7 @@ from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_gro
 from atlas_fl.errors import short_repr
 from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import PublishedMethod, Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
 from atlas_fl.ranges import Range
 
@@ -207,12 +207,3 @@ def alignment_loss(features: Tensor, labels: Tensor, centroids: Params) -> Tenso
     targets, is_seen = centroids[CENTROIDS].to(features.device), centroids[SEEN].to(features.device)
     distances = (features.float() - targets[labels]).square().mean(dim=1)
     return torch.where(is_seen[labels], distances, torch.zeros_like(distances)).mean()
-
-
-FEDPAC = PublishedMethod(
-    summary="FedPAC: heads combined by class means of features, to which these are pulled (arXiv:2306.11867).",
-    differs="whole models; class means are of the round before; weights below .001 stay",
-    rule="classifier_collaboration",
-    settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
-    suggested={"feature_alignment": 1.0, "head_epochs": 1},
-)

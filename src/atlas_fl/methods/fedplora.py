@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -133,11 +133,3 @@ class FedAvgByRankOne(WithFrozenPart):
             bounded = bounded_weights(column[column > 0], self.options.max_share)
             column[column > 0] = bounded / max(bounded.sum(), 1e-300)
         return torch.from_numpy(shares)
-
-
-FEDPLORA = PublishedMethod(
-    summary="Fed-PLoRA: modules of rank one, those a client does not train folded (ICLR 2026, arXiv:2602.16936).",
-    differs="shares by examples, there equal; in round one everyone trains its first modules",
-    rule="fedavg_by_rank_one",
-    settings=FACTORS,
-)

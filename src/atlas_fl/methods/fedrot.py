@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas_fl.methods.averages import AveragingFactors
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.ranges import Range
 
@@ -66,11 +66,3 @@ class FedAvgRotated(AveragingFactors):
             }
             inputs = replace(inputs, updates=updates)
         return super().aggregate(inputs)
-
-
-FEDROT = PublishedMethod(
-    summary="FedRot-LoRA: A and B rotated towards those sent, then averaged (Zhang et al. 2026, arXiv:2602.23638).",
-    rule="fedavg_rotated",
-    differs="the server rotates, there each client; a client without others is not rotated",
-    settings=FACTORS,
-)

@@ -18,9 +18,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
+from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, Report, ReportTensor, RoundStart, StepInputs
+from atlas_fl.methods.method import Aggregated, Report, ReportTensor, RoundStart, StepInputs
 from atlas_fl.params import (
     LORA_A,
     LORA_B,
@@ -125,11 +125,3 @@ def _completed(basis: Tensor, rank: int) -> Tensor:
     units = torch.eye(d, min(rank, d) - num_kept, dtype=basis.dtype)
     columns, upper = torch.linalg.qr(torch.cat([basis, units], dim=1))
     return torch.nn.functional.pad(columns * upper.diagonal().sign(), (0, max(rank - d, 0))).float().contiguous()
-
-
-FEDSB = PublishedMethod(
-    summary="Fed-SB: a square R between frozen singular vectors trains and is averaged (arXiv:2502.15436).",
-    differs="the gradient is measured in round one over all its batches, in which only heads train",
-    rule="fedavg_of_cores",
-    settings=CORE_SETTINGS,
-)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import RELATIVE_RANK, row_signs
 from atlas_fl.methods.averages import AveragingFactors
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, lora_modules
 
 
@@ -51,12 +51,3 @@ class FedAvgOrthonormal(AveragingFactors):
                 common[module + LORA_A], common[module + LORA_B]
             )
         return replace(done, client_models={client: {**params, **new} for client, params in done.client_models.items()})
-
-
-FEDSVD = PublishedMethod(
-    summary="FedSVD: B trained, A orthonormal by the SVD of the average (Lee et al. 2025, arXiv:2505.12805).",
-    rule="fedavg_orthonormal",
-    differs="private gradients are left out; below full rank factors stay; four times the rate of others, as of ffa",
-    settings={**FACTORS, "trained_parts": "B"},
-    suggested={"rate_factor": 4.0},
-)

@@ -23,7 +23,7 @@ from atlas_fl.aggregation.matrices import rows_over_sums
 from atlas_fl.methods.fedtreelora import CUTS, FedTreeLora
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, RoundStart, StepInputs
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.ranges import Range
 
 OUTSIDE = "outside"
@@ -79,11 +79,3 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
     def _others(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples of everybody outside the cluster; who has nobody there keeps its model."""
         return rows_over_sums(np.where(self.rule(step) > 0, 0.0, rules.weighted_average(self.options, step)))
-
-
-FEDTREELORA_OUTSIDE = PublishedMethod(
-    summary="FedTreeLoRA with its frozen adapter of everybody outside the cluster (ICML 2026, arXiv:2603.13282).",
-    differs="the outside adapters go down in every round; updates build the tree",
-    rule="fedavg_in_tree_and_outside",
-    settings=FACTORS,
-)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, Params
 
 
@@ -41,11 +41,3 @@ def _begin_again(sent: Params) -> dict[str, Tensor]:
         for key, tensor in sent.items()
         if key.endswith((LORA_A, LORA_B))
     }
-
-
-FLORA = PublishedMethod(
-    summary="FLoRA: all products join a frozen part, adapters begin again (Wang et al. 2024, arXiv:2409.05976).",
-    differs="adapters begin again with the first draw of A, there with a new one",
-    rule="fedavg_stacked",
-    settings=FACTORS,
-)

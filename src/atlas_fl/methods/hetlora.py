@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_fl.aggregation.matrices import average
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions
-from atlas_fl.methods.method import Method, PublishedMethod
+from atlas_fl.methods.method import Method
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.partial_sharing import is_placeholder
 
@@ -43,11 +43,3 @@ class FedAvgByNorm(Method):
             norms = np.array([update_norm(step.models.after[name], self.options) for name in step.federation.clients])
             weights = norms if (norms * step.present).any() else weights
         return np.asarray(average(weights, step.groups, step.present, max_share=self.options.max_share))
-
-
-HETLORA = PublishedMethod(
-    summary="HetLoRA: padded A and B averaged by the norms of s B A (Cho et al. 2024, arXiv:2401.06432).",
-    differs="ranks are not pruned during training; heads are averaged by examples",
-    rule="fedavg_by_norm",
-    settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
-)

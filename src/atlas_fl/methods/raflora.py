@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import stack_factors
-from atlas_fl.methods.method import PublishedMethod, StepInputs
+from atlas_fl.methods.method import StepInputs
 from atlas_fl.methods.server_optimizers import ByCohort, Cohort, NextValue, Values
 from atlas_fl.params import LORA_A, LORA_B
 
@@ -50,11 +50,3 @@ class FedAvgByRank(ByCohort):
             return stack_b @ stack_a
 
         return next_value
-
-
-RAFLORA = PublishedMethod(
-    summary="raFLoRA: products averaged rank by rank over the clients that have it (Wu et al. 2026, arXiv:2602.13486).",
-    rule="fedavg_by_rank",
-    differs="nothing",
-    settings={"space": "product", "share": ("A", "B", "head")},
-)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.core import CORE_SETTINGS, FedAvgBetweenFactors
+from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Aggregated, PublishedMethod, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs
 from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
 from atlas_fl.ranges import Range
 from atlas_fl.rng import torch_generator
@@ -66,11 +66,3 @@ def with_scaled_heads(params: Params) -> dict[str, Tensor]:
         core = key.removesuffix(LORA_SCALE) + LORA_CORE
         scaled |= {core: params[key][:, None, None] * params[core], key: torch.ones_like(params[key])}
     return scaled
-
-
-RAVAN = PublishedMethod(
-    summary="RAVAN: heads of square blocks with factors between frozen bases (NeurIPS 2025, arXiv:2506.05568).",
-    differs="all clients train all heads",
-    rule="fedavg_of_heads",
-    settings=CORE_SETTINGS,
-)

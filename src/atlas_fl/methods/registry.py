@@ -1,7 +1,7 @@
 """RULES and METHODS: every method by name, those that aggregate and the published ones that are settings of these.
 
-A module of this package that defines a `Method` with a name, or a `PublishedMethod`, is listed by that; rows that are
-nothing but settings stand in `published.toml`.
+A module of this package that defines a `Method` with a name is listed by that. Published methods, which are a rule with
+settings, are rows of `published.toml`.
 """
 
 import tomllib

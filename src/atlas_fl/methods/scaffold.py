@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import bounded_weights
-from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart
+from atlas_fl.methods.method import Part, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, TreesByClient
 
 
@@ -78,12 +78,3 @@ def _means(
             task = tasks[name] if key.startswith(HEAD) else ""
             means[key, task] = means.get((key, task), torch.zeros(())) + shares[task][name] * value.double()
     return means
-
-
-SCAFFOLD = PublishedMethod(
-    summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
-    differs="whole models; controls are mean gradients, clipped (option II under plain SGD)",
-    rule="fedavg",
-    settings={"control_variates": True, **FACTORS},
-    equal_ranks=True,
-)

@@ -13,7 +13,7 @@ With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -64,6 +64,18 @@ class SecondModel(Part):
         """The second model before its first round: the one that everyone starts with."""
         return start
 
+    @property
+    def own_options(self) -> Mapping[str, Any]:
+        """Options of the second training that differ from those of the first."""
+        return {
+            "report": "none",
+            "proximal_mu": self.second_weight if self.role == "anchor" else 0.0,
+            "second_model": self.kind,
+            "second_weight": self.second_weight,
+            "control_variates": False,
+            "update_filter": (),  # it never leaves its client
+        }
+
     def own_training(self, round: RoundStart) -> OwnTraining | None:
         """The second training of the clients of the round, beside the shared models as they were sent."""
         shared = {name: round.client_models[name] for name in round.clients}
@@ -72,13 +84,7 @@ class SecondModel(Part):
             models=models,
             sent={self.role: shared},
             kept={"gate": gates(round, shared, self.second_gate)},
-            options={
-                "proximal_mu": self.second_weight if self.role == "anchor" else 0.0,
-                "second_model": self.kind,
-                "second_weight": self.second_weight,
-                "control_variates": False,
-                "update_filter": (),  # it never leaves its client
-            },
+            options=self.own_options,
         )
 
     def predict(self, round: RoundStart) -> ByClient:

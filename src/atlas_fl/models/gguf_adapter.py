@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from atlas_fl.errors import ModelError
 from atlas_fl.models.registry import KNOWN, Family
 from atlas_fl.params import LORA_A, LORA_B, Params, ranks
-from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.extras import import_extra
 
 FILE = "adapter.gguf"
 ARCHITECTURES: Mapping[str, str] = KNOWN["llama_cpp"]
@@ -31,7 +31,8 @@ def export_gguf_adapter(
     llama.cpp multiplies each B A by alpha over its rank; other scales than that of the largest rank go into B.
 
     Raises:
-        ModelError: the architecture has other layers there, or the package `gguf` is missing.
+        ModelError: the architecture has other layers there.
+        ConfigError: the package `gguf` is missing.
     """
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
@@ -39,10 +40,7 @@ def export_gguf_adapter(
             f"--form gguf cannot hold adapters of {config.model_type}; allowed: {', '.join(ARCHITECTURES)}; export the"
             " adapter as a PEFT folder (--form adapter)"
         )
-    try:
-        import gguf
-    except ImportError:
-        raise ModelError(f"--form gguf needs gguf, which is not installed; {install_command('llm')}") from None
+    gguf = import_extra("gguf", extra="llm", asked="--form gguf needs")
     by_module = ranks(params)
     alpha = scale(max(by_module.values())) * max(by_module.values())
     (number,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]

@@ -15,17 +15,10 @@ from transformers import AutoConfig
 
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import as_model_error, loading_lock, loading_options
+from atlas_fl.models.registry import KNOWN
 from atlas_fl.params import digest
 
-NOT_COMPUTED_WITH = frozenset(
-    {
-        *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "auto_map"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript"),
-        *("gradient_checkpointing", "tokenizer_class", "initializer_range", "_attn_implementation_autoset"),
-        *("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"),
-    }
-)
+NOT_COMPUTED_WITH = frozenset(KNOWN["settings"]["not_computed_with"])
 """Entries of a `config.json` that a frozen backbone computes nothing with. The tokens are the tokenizer's here, also
 where padding shifts positions, and are digested with it."""
 _IMAGE_INPUT = ("image_size", "mean", "std", "rescale", "resample")

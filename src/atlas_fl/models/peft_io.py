@@ -138,16 +138,7 @@ MERGE = (
     " that as --model DIR"
 )
 """The remedy for an adapter that cannot be carried."""
-_PLAIN = frozenset(
-    {
-        # no effect on the output of a loaded adapter, or the way in which the base holds its weights
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
-        # repeated by the names and shapes of the tensors, or read here
-        *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("modules_to_save", "lora_alpha", "alpha_pattern", "use_rslora"),
-    }
-)
+_PLAIN = frozenset(KNOWN["settings"]["of_plain_lora"])
 """Settings of PEFT that plain LoRA may have with any value."""
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to begin that leave the weights of the base as they are."""

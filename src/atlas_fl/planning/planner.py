@@ -55,10 +55,15 @@ def initial_models(
 ) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
     models: dict[str, Params] = {}
+    expanded: dict[tuple[int, tuple[int, ...]], Params] = {}  # of clients whose warm-up ended in one model
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
         if start is None:
-            models[client.name] = expand_rank(fresh, warmed_models[client.name], assembly.site.scale)
+            warm = warmed_models[client.name]
+            key = id(warm), tuple(client_ranks)
+            if key not in expanded:
+                expanded[key] = expand_rank(fresh, warm, assembly.site.scale)
+            models[client.name] = expanded[key]
         else:
             models[client.name] = start_model(start, assembly, client.task, fresh, client_ranks)
     return models

@@ -76,11 +76,13 @@ def _profile(name: str, values: Mapping[str, float]) -> Device:
 
 
 _WHOLE = ("max_rank", "adapter_bytes")
-_REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
-DEVICES: dict[str, Device] = {
-    name: _profile(name, values)
-    for name, values in tomllib.loads(resources.files(ranks).joinpath("devices.toml").read_text("utf-8")).items()
-}
+REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
+"""Numbers that every profile has, in the order of `--device`."""
+PROFILES: Mapping[str, Mapping[str, float]] = tomllib.loads(
+    resources.files(ranks).joinpath("devices.toml").read_text("utf-8")
+)
+"""The numbers of every profile, in the units of `BOUNDS`."""
+DEVICES: dict[str, Device] = {name: _profile(name, values) for name, values in PROFILES.items()}
 
 
 def parse_device(text: str) -> Device:
@@ -93,7 +95,7 @@ def parse_device(text: str) -> Device:
     if not _NAME.fullmatch(name) or not rest:
         raise ConfigError(
             f"--device {short_repr(text)} is no profile of a client; write name=memory_gb=3,gflops=50,... with"
-            f" {', '.join(_REQUIRED)}; what this machine trains on is --accelerator cpu or cuda"
+            f" {', '.join(REQUIRED)}; what this machine trains on is --accelerator cpu or cuda"
         )
     values: dict[str, float] = {}
     for part in rest.split(","):
@@ -103,8 +105,8 @@ def parse_device(text: str) -> Device:
         if key in values:
             raise ConfigError(f"device {name!r} sets {key} twice; keep one")
         values[key] = _number(name, key, value)
-    if missing := [key for key in _REQUIRED if key not in values]:
-        raise ConfigError(f"device {name!r} lacks {', '.join(missing)}; a profile needs {', '.join(_REQUIRED)}")
+    if missing := [key for key in REQUIRED if key not in values]:
+        raise ConfigError(f"device {name!r} lacks {', '.join(missing)}; a profile needs {', '.join(REQUIRED)}")
     return _profile(name, values)
 
 

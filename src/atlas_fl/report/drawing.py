@@ -54,17 +54,7 @@ def draw(charts: Sequence[Chart], *, columns: int = 1) -> str:
 
 
 def _view(chart: Chart, *, width: int) -> Spec:
-    title = {
-        "text": chart.title,
-        "anchor": "start",
-        "fontSize": 14,
-        "fontWeight": "normal",
-        "color": "var(--ink)",
-        "offset": 12,
-        "subtitle": wrap(chart.note, int(width / LETTER)),
-        "subtitleColor": "var(--faint)",
-        "subtitlePadding": 5,
-    }
+    title = {"text": chart.title, "subtitle": wrap(chart.note, int(width / LETTER))}
     return {**chart.spec, "data": {"values": list(chart.rows)}, "width": width, "title": title}
 
 

@@ -6,6 +6,7 @@ that they share. Clients that `--arrive` names wait in its `JoinQueue` until the
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -102,6 +103,18 @@ class Assembly:
     uses_placeholders: bool = False
     """True if placeholders stand for parameters that clients do not share (`partial_sharing`)."""
 
+    @cached_property
+    def _draw(self) -> Callable[[str, tuple[int, ...]], Params]:
+        """(task, ranks by layer) -> the initial model; clients share the newest, and a checkpoint has each once."""
+        site, seed = self.site, self.config.run.seed
+        tasks = {client.task.name: client.task for client in self.clients}
+
+        def draw(task: str, ranks: tuple[int, ...]) -> Params:
+            module_ranks = {name: ranks[self.layer_of[name]] for name in site.modules}
+            return initial_params(site.backbone, site.modules, ranks=module_ranks, task=tasks[task], seed=seed)
+
+        return lru_cache(maxsize=64)(draw)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The clients' names, in the order of the run."""
@@ -138,10 +151,7 @@ class Assembly:
 
     def initial_params(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
         """The initial adapters at these ranks per layer and the head: the same for every client of a task."""
-        site, module_ranks = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
-        return initial_params(
-            site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed
-        )
+        return self._draw(client.task.name, ranks)
 
 
 def recorded_config(folder: RunFolder) -> Config:

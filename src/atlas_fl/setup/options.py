@@ -195,6 +195,24 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     return TrainOptions(**values)
 
 
+def share_of(config: Config, options: TrainOptions, *, round: int) -> tuple[str, ...]:
+    """Parts of a model trained with these options that leave its client, across machines.
+
+    Nothing of a second model leaves, nor of a model of one's own whose round is summed (`--secure`).
+    """
+    mixing = config.mixing
+    is_second = not mixing.personal_models and options.second_model not in ("none", "frozen")
+    is_own = mixing.personal_models or options.is_personal(round)
+    return () if is_second or (mixing.secure and is_own) else mixing.share
+
+
+def keeps_models(config: Config) -> bool:
+    """Return whether clients have models of their own that never leave them, across machines."""
+    mixing = config.mixing
+    is_second = not mixing.personal_models and mixing.second_model != "none"
+    return is_second or (mixing.secure and (mixing.personal_models or mixing.personal_rounds > 0))
+
+
 def optimizer_options(config: Config, name: str) -> dict[str, Any]:
     """The optimizer of this name with the numbers that only it has."""
     if name == "adamw":

@@ -26,7 +26,6 @@ Kind: TypeAlias = Literal[
     "report",
     "frozen",
 ]
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

@@ -40,7 +40,7 @@ OWNER = Owner(client="c", config="0123456789abcdef")
 
 def vault_in(folder: Path, *share: str) -> PrivateParamStore:
     how = {"names": lambda _: NAMES, "draw": draw, "scale": lambda rank: 1 / rank}
-    return PrivateParamStore(folder=folder / "kept", owner=OWNER, share=share, rounds=2, **how)
+    return PrivateParamStore(folder=folder / "kept", owner=OWNER, share=lambda _: share, rounds=2, **how)
 
 
 def begun(ranks: dict[str, int], share: tuple[str, ...] = ("A",), sha256: str | None = None) -> Params:

@@ -59,16 +59,23 @@ class SumSite:
     _sums: dict[tuple[str, ...], SumClient] = field(default_factory=dict)
     """The sums of this round by their tensors."""
 
-    def withhold(self, job: Job, head: Head, tensors: Params) -> tuple[Head, Params]:
-        """The answer to a job of training without the trained tensors."""
-        trained = {key.removeprefix("param/"): one for key, one in tensors.items() if key.startswith("param/")}
-        self._round, self._start = job.round, shared_params(job.params, self.settings.share)
-        self._trained = {**self._start, **trained}
-        if self.settings.clip:
-            self._trained, self._change = self._start, clipped_change(self._start, trained, self.settings.clip)
-        self._sums.clear()
+    def withhold(self, job: Job, trained: Params, head: Head, tensors: Params) -> tuple[Head, Params]:
+        """The answer to a job of training without the trained tensors.
+
+        A model that a client goes on with by itself is summed too, and what all begin with is then its anchor. One that
+        it keeps for itself, its second or that of a personal round, is not.
+        """
+        options, share = job.options, self.settings.share
+        if options.second_model == "none" and not options.is_personal(job.round):
+            self._round, self._start = job.round, shared_params(job.sent.get("anchor", job.params), share)
+            self._trained = {**self._start, **shared_params(trained, share)}
+            if self.settings.clip:
+                self._change = clipped_change(self._start, self._trained, self.settings.clip)
+                self._trained = self._start
+            self._sums.clear()
+        names = sorted(key.removeprefix("param/") for key in tensors if key.startswith("param/"))
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
-        return {**head, "withheld": sorted(trained)}, rest
+        return {**head, "withheld": names}, rest
 
     def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""

@@ -33,8 +33,11 @@ class Policy(Protocol):
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Check a job by its head, before anything is loaded."""
 
-    def check_model(self, action: str, job: Job) -> None:
-        """Check the model of a job and the tensors beside it, before anything is computed."""
+    def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
+        """Check the model of a job, and the tensors beside it, before anything is computed.
+
+        A model that `is_own` was not made by a server.
+        """
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Check the tensors of an answer, before it is sent."""
@@ -152,8 +155,9 @@ class SiteClient:
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
             when = f"round {job.round}" if job.round else "for the plan"
-            self.on_event(PhaseStarted(f"{action}{on}, {when}"))
-            self.policy.check_model(action, job)
+            beside = action == "train" and job.options.second_model != "none"
+            self.on_event(PhaseStarted(f"{action}{' a model of its own' if beside else on}, {when}"))
+            self.policy.check_model(action, job, is_own=self.receiver.is_own)
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
                 (update,) = ACTIONS[action]([job], site)
@@ -173,12 +177,13 @@ class SiteClient:
         except AtlasError as error:
             self.on_event(Note(f"does not do this job: {error}"))
             return {"kind": "failed", "number": number, "reason": UNTOLD}, NO_TENSORS
+        trained = update.params
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
         self.policy.check_answer(action, job, sent)
         if self.sums is None or action != "train":
             return head, sent
-        return self.sums.withhold(job, head, sent)
+        return self.sums.withhold(job, trained, head, sent)
 
     def _take_step(self, sums: SumSite, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """The answer to a step of a secure sum."""

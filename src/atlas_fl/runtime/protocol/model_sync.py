@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
-from atlas_fl.partial_sharing import transmitted_params
+from atlas_fl.partial_sharing import transmitted_params, unshared_keys
 from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse import compression, masks
@@ -97,8 +97,11 @@ class Sender:
         if job.mask is not None and self.common.mask is None:
             self.common.mask = split_body_and_head(job.mask)[0]
         head, tensors = self._model(job.params)
-        head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head}
-        return head, {**tensors, **messages.write_trees(messages.SENT, job.sent)}
+        held = self.held.get("got")
+        beside = {kind for kind, params in job.sent.items() if held and self.common.digests(params) == held}
+        head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head, "beside": sorted(beside)}
+        sent = {kind: params for kind, params in job.sent.items() if kind not in beside}
+        return head, {**tensors, **messages.write_trees(messages.SENT, sent)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
@@ -208,11 +211,25 @@ class Receiver:
         if self.store is not None:
             self._opened = params, messages.read_private(head)
             job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
+            hidden = {*unshared_keys(job.params, self.store.share(job))}
+            if action != "evaluate" and not job.params.keys() - params.keys() <= hidden:  # scores show no model
+                raise ProtocolError(
+                    f"the server asks for {action} of a model that never leaves this site, whose answer would show it;"
+                    " nothing was sent: ask who runs it"
+                )
         if action == "train" and self.mask is not None:
             heads = {key: tensor for key, tensor in params.items() if key not in self.mask}
             tops = {key: torch.full_like(tensor, self.trains_heads, dtype=torch.bool) for key, tensor in heads.items()}
             job = replace(job, mask={**self.mask, **tops})
+        kinds: tuple[str, ...] = messages.read(tuple[str, ...], head.get("beside", ()), "the server's job: beside")
+        sent |= {kind: dict(self.held.get("got", {})) for kind in kinds}
         return action, replace(job, sent=sent), cut_info
+
+    @property
+    def is_own(self) -> bool:
+        """The newest job's model is the client's own: nothing of it came."""
+        params, reference = self._opened
+        return reference is not None and not params
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """The message with this update: its shared part and the name of the rest, under a mask the masked values."""

@@ -109,8 +109,8 @@ class PrivateParamStore:
 
     folder: Path
     owner: Owner
-    share: tuple[str, ...]
-    """Parts of the model that leave the client."""
+    share: Callable[[Job], tuple[str, ...]]
+    """Parts of the model that leave the client after this job."""
     names: Callable[[Cut | None], frozenset[str]]
     """The trainable tensors that the client has with this cut."""
     draw: Callable[[Mapping[str, int]], Params]
@@ -150,7 +150,10 @@ class PrivateParamStore:
         `sent` is what the server sent of the job's model. The digest of what was loaded is that of the model as the
         server has it, where this is what it sent and named.
         """
-        unshared = unshared_keys(job.params, self.share)
+        share = self.share(job)
+        unshared = unshared_keys(job.params, share)
+        is_first = reference is None and not share  # of a model that the server has sent, and will not see again
+        reference = PrivateRef(sha256=None) if is_first else reference
         if update.params is job.params or reference is None or not unshared or unshared[0] not in update.params:
             return update, None
         private_params = select(update.params, unshared)
@@ -158,6 +161,8 @@ class PrivateParamStore:
         if any(tensor is not job.params[key] for key, tensor in private_params.items()):
             private = PrivateRef(sha256=self._keep(private_params, job.round))
         left = {key: tensor for key, tensor in update.params.items() if key not in private_params}
+        if is_first:
+            return replace(update, params=left), private
         update = replace(update, params=left, keys=update.keys + 1)
         if update.loaded is not None and update.loaded == digest(job.params):
             hidden = {key: placeholder(key, tensor) for key, tensor in job.params.items() if key not in sent}
