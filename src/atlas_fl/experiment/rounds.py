@@ -223,7 +223,8 @@ def round_start(assembly: Assembly, state: FederationState, planned: PlanResult,
     """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
-    clients = tuple(name for name in drawn if name in assembly.names)
+    here = frozenset(assembly.names)
+    clients = tuple(name for name in drawn if name in here)
     method, rounds = strategy_of(config), last_aggregation(config)
     seconds = {client.name: client.predicted["seconds"] for client in planned.plan.clients}
     wait = method.wait(round=number, rounds=rounds, seconds=seconds) if served else None

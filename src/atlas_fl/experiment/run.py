@@ -162,7 +162,8 @@ def _train_remaining(
     assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
     summary = _summarise_run(assembly, recorder)
     if state.is_over:
-        asked = () if at_sites else assembly.names if config.data.task else () if reference is None else reference.names
+        names = () if at_sites else assembly.names if config.data.task else () if reference is None else reference.names
+        asked = frozenset(names)
         own = {name: params for name, params in state.predicting_models(config).items() if name in asked}
         scored = score_examples(engine, config, own, cuts_of(assembly, planned.plan), round=state.round)
         if asked and config.data.task:

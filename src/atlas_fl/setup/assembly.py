@@ -115,7 +115,7 @@ class Assembly:
 
         return lru_cache(maxsize=64)(draw)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The clients' names, in the order of the run."""
         return tuple(client.name for client in self.clients)
