@@ -13,6 +13,7 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 html_theme = "furo"
 html_title = "ATLAS"
 html_copy_source = False
+html_show_copyright = False
 html_show_sourcelink = False
 default_role = "literal"
 myst_heading_anchors = 6
