@@ -136,8 +136,14 @@ def test_a_file_with_the_locked_hash_is_installed(wheel: Path) -> None:
     assert list(installed(wheel, sha256(wheel.read_bytes()).hexdigest()).glob("tiny_atlas_test*"))
 
 
+@pytest.mark.parametrize("constraint", ["", "tiny-atlas-test<=2"])
 @pytest.mark.parametrize("label", ["cpu", ""])
-def test_a_build_is_taken_by_its_label_where_it_is_offered(wheel: Path, monkeypatch, label: str) -> None:
+def test_a_build_is_taken_by_its_label_where_it_is_offered(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch, label: str, constraint: str
+) -> None:
+    constraints = wheel.parents[1] / "constraints.txt"
+    constraints.write_text(constraint, encoding="utf-8")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraints))
     files = [wheel, *([written_wheel(wheel.parent, f"1.0+{label}")] if label else [])]
     target, lock_file = wheel.parents[1] / "target", wheel.parents[1] / "lock.txt"
     hashes = "".join(f" \\\n    --hash=sha256:{sha256(file.read_bytes()).hexdigest()}" for file in files)

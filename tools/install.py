@@ -56,7 +56,9 @@ def install_build(lock: Path, *, name: str, label: str) -> bool:
         file = Path(folder) / "build.txt"
         file.write_text(f"--only-binary :all:\n{pin}+{label} {hashes}\n", encoding="utf-8")
         done = _run([*LOCKED, "--requirement", str(file)])
-    if f"No matching distribution found for {pin}+{label}" in done.stderr:
+    # the second where pip's settings have a constraint for it; one that the public build breaks, too, ends that install
+    lacking = (f"No matching distribution found for {pin}+{label}", f"Cannot install {pin}+{label} because")
+    if any(words in done.stderr for words in lacking):
         return False
     _end_on_fault(done)
     return True
