@@ -135,6 +135,9 @@ def test_the_note_has_the_deltas_and_says_once_where_there_are_too_few_examples(
     assert [len(enough), len(few)] == [1, 2]
     # 100^-1.1 = .0063, 400^-1.1 = .0014, 39^-1.1 = .018
     assert "at delta 0.0014 to 0.0063 over 2 rounds" in enough[0]
+    same = dataclasses.replace(options, delta=1e-3)
+    assert "at delta 0.001 over 2 rounds, by noise of" in privacy_note([100, 100], same)[0]
+    assert " to " not in privacy_note([100, 100], same)[0].partition(" times ")[0]
     assert few[1].startswith("39 training examples are too few for --dp example (delta 0.018): noise hides what")
     assert "simulation" not in few[0], "a served run is none"
 

@@ -501,3 +501,14 @@ def test_class_frequencies_in_a_bias_by_hand(small: Make) -> None:
         own = next(models[key] for key in models if key.endswith("head.classifier.bias"))
         torch.testing.assert_close(exported["base_model.model.classifier.bias"] - own, prior, atol=1e-6, rtol=1e-5)
         assert len(set(counts)) > 1
+
+
+def test_an_adapter_on_a_folder_of_the_hubs_cache_names_the_model_of_the_hub(
+    config: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub/models--acme--tiny-bert/snapshots/c0ffee"
+    shutil.copytree(tiny_model, snapshot)
+    made = run_config(config(tasks="movie", rounds=1, model=str(snapshot), alone="none"))
+    (adapter, *_) = sorted((made.folder / "adapters").iterdir())
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "acme/tiny-bert"
+    assert str(tmp_path) not in (adapter / "README.md").read_text()

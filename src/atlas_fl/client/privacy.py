@@ -125,17 +125,20 @@ def spending(examples: int, options: TrainOptions, *, paid_steps: int) -> dict[s
     return {"epsilon": epsilon, "noise_multiplier": noise, "paid_steps": float(paid_steps)}
 
 
+def _ends(words: Sequence[str]) -> str:
+    return words[0] if words[0] == words[-1] else f"{words[0]} to {words[-1]}"
+
+
 def privacy_note(examples: Collection[int], options: TrainOptions) -> tuple[str, ...]:
     """Lines on the budget, the noise, and too few of so many examples; none without differential privacy."""
     if options.dp == "none":
         return ()
-    noise = [noise_multiplier(count, options) for count in examples]
-    deltas = [delta_of(count, options.delta) for count in examples]
+    noise = [f"{one:.2f}" for one in sorted(noise_multiplier(count, options) for count in examples)]
+    delta = [f"{one:.2g}" for one in sorted(delta_of(count, options.delta) for count in examples)]
     budget = (
-        f"each training example has epsilon {options.epsilon:g} at delta {min(deltas):.2g} to {max(deltas):.2g} over"
-        f" {options.rounds} rounds, by noise of {min(noise):.2f} to {max(noise):.2f} times --clip; validation and test"
-        " examples are not covered"
+        f"each training example has epsilon {options.epsilon:g} at delta {_ends(delta)} over {options.rounds} rounds,"
+        f" by noise of {_ends(noise)} times --clip; validation and test examples are not covered"
     )
-    few = f"{min(examples)} training examples are too few for --dp example (delta {max(deltas):.2g}): noise hides what"
+    few = f"{min(examples)} training examples are too few for --dp example (delta {delta[-1]}): noise hides what"
     few += " they have in common too; bring some hundreds, or expect the score of always saying the commonest class"
     return (budget, few) if min(examples) < LEAST_EXAMPLES else (budget,)

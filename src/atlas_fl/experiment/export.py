@@ -34,7 +34,7 @@ from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models import gguf_adapter, loading, peft_io, registry
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.files import is_local
+from atlas_fl.models.files import hub_name, is_local
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, LORA_GATE, PRIVATE, ByClient, Params, digest, head_keys
@@ -293,13 +293,14 @@ def export_model(
         kind = "whole model" if form == "merged" else "GGUF adapter"
     stock = loading.read_config(config.model.model, base)
     auto = auto_class(stock, writes=writes)
+    named = hub_name(base)  # a folder of this machine's cache means nothing on another one
     card = _card().render(
         kind=kind,
         auto=auto.__name__,
         pipeline=PIPELINES[auto.__name__],
         library={"adapter": "peft", "GGUF adapter": "gguf"}.get(kind, "transformers"),
-        base=json.dumps(base),
-        hub_base=None if is_local(base) else base,
+        base=json.dumps(named),
+        hub_base=None if is_local(named) else named,
         images=family.images,
         writes=writes,
         labels=labels,
@@ -309,7 +310,7 @@ def export_model(
         lacks_prior=LACKS_PRIOR,
         origin=origin,
     )
-    options: dict[str, Any] = {"family": family, "base": base, "scale": scale_of(config), "labels": labels}
+    options: dict[str, Any] = {"family": family, "base": named, "scale": scale_of(config), "labels": labels}
     with atomic_folder(to, within=within) as draft:
         if form == "gguf":
             gguf_adapter.export_gguf_adapter(params, draft, family=family, config=stock, scale=scale_of(config))

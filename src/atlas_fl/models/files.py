@@ -50,6 +50,17 @@ def find_file(source: str, file: str) -> Path | None:
     return None if path is None else Path(path)
 
 
+def hub_name(source: str) -> str:
+    """The name on the hub of a folder of its cache; any other source as it is.
+
+    >>> hub_name("/cache/models--prajjwal1--bert-tiny/snapshots/6f75de8")
+    'prajjwal1/bert-tiny'
+    """
+    folder = Path(source).parent.parent.name
+    is_cached = folder.startswith("models--") and Path(source).parent.name == "snapshots"
+    return folder.removeprefix("models--").replace("--", "/") if is_cached else source
+
+
 def cached_folder(source: str) -> Path | None:
     """Folder of a hub model in the hub's cache; None without its config or weights. No network is used."""
     weights = [name for single in _FORMATS for name in (single, f"{single}.index.json")]
