@@ -54,8 +54,13 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "A and B in turn": ("", {**TEXT, "strategy": "rolora", "ranks": "4", "rounds": 3}),
     "first the head, then the rest": ("", {**TEXT, "strategy": "fedrep"}),
     "class frequencies in the logits": ("", {**TEXT, "strategy": "fedavg_prior"}),
+    "what a filter took, added to the next change": ("", {**TEXT, "update_filter": "topk=0.2", "error_feedback": True}),
     "adapters on images": ("vision-lora", {**IMAGES, **ADAPTERS, "fingerprint_steps": 2, "fingerprint_batches": 2}),
     "whole images": ("vision-quick", {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "nc": "5"}),
+    "whole images with the momentum of the round before": (
+        "vision-quick",
+        {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "momentum": 0.5, "carry_momentum": True},
+    ),
     "whole images under a mask": (
         "vision-quick",
         {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "mask": "least_sensitive"},
@@ -180,10 +185,13 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     finally:
         programs.kill_all()
     served, simulated = state(fed.served.path), state(fed.simulated)
+    kept = {key for key in simulated if key.startswith(("by client/residual/", "by client/momentum/"))}
+    assert len({key.split("/")[2] for key in kept}) in (0, 2)
+    simulated = without(kept, simulated)
     hidden = {key for key, value in served.items() if key.endswith(f"/{PRIVATE}") or is_placeholder(value)}
     assert same_tensors(without(hidden, simulated), without(hidden, served))
     # what is not shared is at the sites alone
-    assert bool(hidden) is (beside or not is_fully_shared(mixing.share))
+    assert bool(hidden) is bool(beside or kept or not is_fully_shared(mixing.share))
     if beside or mixing.personal_models:
         assert fed.own_adapters == adapters(fed.simulated) and len(fed.own_adapters) == 2
     # a site reports also what it trains for itself in its last rounds, of which a simulation sends nothing

@@ -75,7 +75,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, keeps_models, scale_of, share_of
+from atlas_fl.setup.options import dealing_of, keeps_models, keeps_trees, scale_of, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -106,7 +106,8 @@ class SiteRuntime:
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         store = None
-        if not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share)):
+        keeps_parts = not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share))
+        if keeps_parts or keeps_trees(config):
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
             store = PrivateParamStore(

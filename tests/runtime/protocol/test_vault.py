@@ -131,6 +131,24 @@ def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Pa
     assert held == set(names[2:])
 
 
+def test_what_is_kept_beside_a_model_goes_by_its_kind_and_stays_while_it_is_named(tmp_path: Path) -> None:
+    vault = vault_in(tmp_path, "A")
+    owed = {"a.lora_B": torch.ones(2, 1)}
+    name = vault.keep_tree("residual", owed, 1)
+    assert {key: one.tolist() for key, one in vault.tree("residual", name).items()} == {"a.lora_B": [[1.0], [1.0]]}
+    part = private_digest(step(vault, begun(ONES))[2].params)
+    assert part is not None
+    for kind, other in (("momentum", name), ("residual", part)):  # no model may be added to what leaves
+        with pytest.raises(ModelError, match=f"names as {kind} what is none; nothing was sent"):
+            vault.tree(kind, other)
+    with pytest.raises(ModelError, match="names as a part of the model what is none"):
+        vault.whole({}, PrivateRef(sha256=name, ranks=(1, 1)), cut=None, round=1)
+    # a client that took no part for fifty rounds is named both at once
+    vault.use([part, name], 50)
+    vault.whole({"a.lora_A": owed["a.lora_B"], "b.lora_A": owed["a.lora_B"]}, PrivateRef(sha256=part), cut=None, round=50)
+    assert {path.stem for path in vault.folder.glob("*.safetensors")} == {part, name}
+
+
 def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> None:
     vault = vault_in(tmp_path, "A")
     model = step(vault, begun(ONES))[2].params

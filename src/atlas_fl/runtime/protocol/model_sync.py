@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,13 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
-from atlas_fl.partial_sharing import transmitted_params, unshared_keys
+from atlas_fl.partial_sharing import digest_tensor, private_digest, transmitted_params, unshared_keys
 from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse import compression, masks
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
 
 _MASK, _VALUES = "mask", "values"
+KeptTrees: TypeAlias = tuple[tuple[Literal["momentum", "residual"], messages.Sha256], ...]
+"""Kind and name of tensors that a client keeps for its next round (`Job.kept`)."""
 Digests: TypeAlias = Mapping[str, str]
 """The digest of each tensor of a model."""
 
@@ -93,19 +95,23 @@ class Sender:
         self, action: str, job: Job, *, number: int, cut_info: messages.CutInfo | None = None
     ) -> tuple[Head, Params]:
         """The message that asks for this job."""
-        assert not job.kept, "it stays with the client; other configs are refused"
+        assert all(PRIVATE in tree for tree in job.kept.values()), "it stays with the client; other configs are refused"
         if job.mask is not None and self.common.mask is None:
             self.common.mask = split_body_and_head(job.mask)[0]
         head, tensors = self._model(job.params)
         held = self.held.get("got")
         beside = {kind for kind, params in job.sent.items() if held and self.common.digests(params) == held}
         head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head, "beside": sorted(beside)}
+        head["kept"] = [[kind, private_digest(tree)] for kind, tree in job.kept.items()]
         sent = {kind: params for kind, params in job.sent.items() if kind not in beside}
         return head, {**tensors, **messages.write_trees(messages.SENT, sent)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
         received = messages.read_update(head, tensors, job=job)
+        kept = messages.read(KeptTrees, head.get("kept", ()), "the answer: kept")
+        trees = {kind: {PRIVATE: digest_tensor(sha256)} for kind, sha256 in kept}
+        received = replace(received, kept=trees)
         if action == "train" and received.params is not job.params:
             received = replace(received, params=self._trained_model(received.params, job, head))
             if self.counts_on_trained:
@@ -208,8 +214,14 @@ class Receiver:
         model, sent = messages.read_sent(tensors)
         params = self._model(head, model)
         action, job, cut_info = messages.read_job(head, params, client=client)
+        kept: dict[str, Params] = {}
         if self.store is not None:
             self._opened = params, messages.read_private(head)
+            named = dict(messages.read(KeptTrees, head.get("kept", ()), "the server's job: kept"))
+            reference = self._opened[1]
+            own = [] if reference is None or reference.sha256 is None else [reference.sha256]
+            self.store.use([*own, *named.values()], job.round)
+            kept = {kind: self.store.tree(kind, sha256) for kind, sha256 in named.items()}
             job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
             hidden = {*unshared_keys(job.params, self.store.share(job))}
             if action != "evaluate" and not job.params.keys() - params.keys() <= hidden:  # scores show no model
@@ -223,7 +235,7 @@ class Receiver:
             job = replace(job, mask={**self.mask, **tops})
         kinds: tuple[str, ...] = messages.read(tuple[str, ...], head.get("beside", ()), "the server's job: beside")
         sent |= {kind: dict(self.held.get("got", {})) for kind in kinds}
-        return action, replace(job, sent=sent), cut_info
+        return action, replace(job, sent=sent, kept=kept), cut_info
 
     @property
     def is_own(self) -> bool:
@@ -235,8 +247,9 @@ class Receiver:
         """The message with this update: its shared part and the name of the rest, under a mask the masked values."""
         private: dict[str, Any] = {}
         if self.store is not None:
+            kept = [[kind, self.store.keep_tree(kind, tree, job.round)] for kind, tree in update.kept.items()]
             update, reference = self.store.split_private(update, job, *self._opened)
-            private = {} if reference is None else {"private": asdict(reference)}
+            private = {"kept": kept} if reference is None else {"private": asdict(reference), "kept": kept}
         if action == "train" and update.params is not job.params:
             if self.keeps_trained:
                 self.held["trained"] = update.params

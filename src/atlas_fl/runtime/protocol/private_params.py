@@ -10,7 +10,7 @@ has not written. Its user alone can open the folder.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,9 @@ class PrivateParamStore:
         if reference.sha256 is None:
             return {**select(self.draw(_ranks(missing, sent, reference.ranks)), sorted(missing)), **sent}
         stored = self._read(reference.sha256)
-        self._record(reference.sha256, round)
+        if not stored.keys() <= self.names(None):
+            raise _other_kind("a part of the model")
+        self._record([reference.sha256], round)
         ranks = _ranks(missing, sent, reference.ranks)
         if stored.keys() == missing and all(_rank(key, own) == ranks.get(_module(key)) for key, own in stored.items()):
             return {**stored, **sent}
@@ -170,19 +172,35 @@ class PrivateParamStore:
             update = replace(update, loaded=digest(seen_by_server))
         return update, private
 
+    def use(self, versions: Iterable[str], round: int) -> None:
+        """Record that a job names these versions, all of them before one that it does not name may be removed."""
+        if named := [sha256 for sha256 in versions if self._file(sha256).exists()]:
+            self._record(named, round)
+
+    def keep_tree(self, kind: str, params: Params, round: int) -> str:
+        """Keep tensors that a client goes on from in its next round; the digest that names them, and their kind."""
+        return self._keep({f"{kind}/{key}": tensor for key, tensor in params.items()}, round, is_newest=False)
+
+    def tree(self, kind: str, sha256: str) -> dict[str, torch.Tensor]:
+        """The tensors of this kind and name; raises `ModelError` where they are not here, or of another kind."""
+        kept = self._read(sha256)
+        if not all(key.startswith(f"{kind}/") for key in kept):
+            raise _other_kind(kind)
+        return {key.removeprefix(f"{kind}/"): tensor for key, tensor in kept.items()}
+
     def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
         if mark := _read_mark(self.folder):
             jsonl.write_sealed(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
 
-    def _keep(self, params: Params, round: int) -> str:
+    def _keep(self, params: Params, round: int, *, is_newest: bool = True) -> str:
         sha256 = digest(params)
         if not (self.folder / MARK).exists():
             jsonl.write_sealed(self.folder / MARK, asdict(self.owner))
             self.folder.chmod(0o700)
         if not self._file(sha256).exists():
             tensors.write_tensors(self._file(sha256), params)
-        self._record(sha256, round, newest=sha256)
+        self._record([sha256], round, **({NEWEST: sha256} if is_newest else {}))
         return sha256
 
     def _read(self, sha256: str) -> Params:
@@ -198,15 +216,16 @@ class PrivateParamStore:
             ) from None
         return params
 
-    def _record(self, sha256: str, round: int, **newest: str) -> None:
-        """Record that this version was made or named now; remove what no checkpoint can name, but never the newest."""
+    def _record(self, versions: Collection[str], round: int, **newest: str) -> None:
+        """Record that these were made or named now; remove what no checkpoint can name, but never the newest."""
         before = _read_mark(self.folder)
         mark = {**asdict(self.owner), **before, **newest}
-        rounds = {**mark.get(ROUNDS, {}), sha256: max(round, mark.get(ROUNDS, {}).get(sha256, round))}
+        known = mark.get(ROUNDS, {})
+        rounds = {**known, **{sha256: max(round, known.get(sha256, round)) for sha256 in versions}}
         kept = {
             name: last
             for name, last in rounds.items()
-            if name in (sha256, mark.get(NEWEST)) or last >= round - self.rounds
+            if name in (*versions, mark.get(NEWEST)) or last >= round - self.rounds
         }
         # names come from the folder and not from the mark, so that none leads out of it
         for path in self.folder.glob("*.safetensors"):
@@ -217,6 +236,10 @@ class PrivateParamStore:
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
+
+
+def _other_kind(kind: str) -> ModelError:
+    return ModelError(f"the server names as {kind} what is none; nothing was sent: ask who runs it")
 
 
 def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
