@@ -57,6 +57,29 @@ def test_models_of_ones_own_are_of_those_who_are_there_at_first(strategy: str) -
     check_served(config, replace(SERVICE, late=False))
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"share": ("A", "B")},
+            "--second-model proximal is pulled to a whole shared model, and --share A B keeps parts",
+        ),
+        ({"strategy": "fedbuff"}, "trains over several rounds, and --second-model proximal is trained in each"),
+    ],
+)
+def test_a_second_model_stands_beside_a_whole_one_of_the_same_round(values: dict[str, object], message: str) -> None:
+    given = {"strategy": "fedavg", "second_model": "proximal", "ranks": "4", "space": "factors"}
+    check_served(validate(with_values(Config(), given)), replace(SERVICE, late=False))
+    with pytest.raises(ConfigError, match=message):
+        check_served(validate(with_values(Config(), {**given, **values})), replace(SERVICE, late=False))
+
+
+def test_own_models_in_secure_sums_begin_with_what_every_site_can_draw() -> None:
+    given = {"strategy": "mr_mtl", "ranks": "4", "secure": True, "init_adapter": "somewhere"}
+    with pytest.raises(ConfigError, match="an initialisation that they draw themselves, and --init-adapter somewhere"):
+        check_served(validate(with_values(Config(), given)), replace(SERVICE, late=False))
+
+
 @pytest.mark.parametrize("strategy", ["kriging", "atlas", "mta", "stb", "fedpac", "classifier_collaboration"])
 def test_what_has_a_message_is_served_and_has_workers(strategy: str) -> None:
     check_served(with_values(Config(), {"strategy": strategy}), SERVICE)
