@@ -57,6 +57,8 @@ def test_round_one_begins_with_the_initialisation_and_a_fingerprint_always_does(
             ProtocolError, match=r"'q.lora_B' is not the initialisation of --seed 42 \(it is 1e-06 away"
         ):
             known().check(action, job(moved, round))
+    with pytest.raises(ProtocolError, match=r"'head.weight' is not the initialisation"):
+        known().check("train", job({**FIRST, "head.weight": 2 * FIRST["head.weight"]}, 1))
     known(init_adapter="somewhere").check("train", job({**FIRST, "q" + LORA_A: 2 * FIRST["q" + LORA_A]}, 1))
 
 
@@ -159,6 +161,8 @@ def test_a_start_that_stays_while_training_moves_it_comes_in_three_rounds_and_no
         jitter = {**FIRST, "q" + LORA_B: FIRST["q" + LORA_B] + (1e-7 * round if round > 1 else 0)}
         site.check("train", job(jitter, round))
         site.remember(job(jitter, round), trained(jitter))
+        if round > 1:
+            site.check("train", job(trained(FIRST, step=1e-3), round), is_anchor=True)  # which is no start
     with pytest.raises(ProtocolError, match=f"train in round {SAME_STARTS + 1} is that of 3 rounds before"):
         site.check("train", job({**FIRST, "q" + LORA_B: FIRST["q" + LORA_B] + 1e-6}, SAME_STARTS + 1))
     moving, start = known(), FIRST

@@ -42,6 +42,7 @@ from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.setup.options import keeps_models
 from tests.runtime.in_process import AcceptAll, InProcess
 
 Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
@@ -222,7 +223,7 @@ def secrets_folder() -> Path:
 
 def keeps_files(config: Config) -> bool:
     """Whether sites keep files of one run: what is not shared, and the secret where there is noise."""
-    return not is_fully_shared(config.mixing.share) or config.split.wire_noise > 0
+    return not is_fully_shared(config.mixing.share) or keeps_models(config) or config.split.wire_noise > 0
 
 
 def home_of_site(config: Config, name: str) -> tuple[ClientData, SiteRuntime]:

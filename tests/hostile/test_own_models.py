@@ -1,16 +1,24 @@
-"""Models that never leave their sites (Ditto): what a site says of them, and a server that asks for one."""
+"""Models that never leave their sites (Ditto, MR-MTL): what a site says of them, and a server that asks for one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from atlas_fl.config import Config
-from tests.hostile.servers import Recording, lie_to, record
-from tests.runs.reading import passing_audit
+from atlas_fl.config import Config, validate
+from atlas_fl.errors import DataError
+from atlas_fl.params import Params, digest
+from atlas_fl.runtime.coordinator.secure_sums import SumSite
+from atlas_fl.runtime.protocol.messages import SENT, read_sent, write_packed, write_trees
+from atlas_fl.runtime.protocol.model_sync import model_name
+from tests.hostile.federation import federate
+from tests.hostile.servers import Recording, branch, lie_to, record
+from tests.runs.reading import passing_audit, state
 
 TWO = ("movie-0", "movie-1")
+THREE = (*TWO, "movie-2")
 GIVEN = {"strategy": "ditto", "ranks": "4", "clients_per_task": 2, "rounds": 2, "audit": True}
 
 
@@ -20,6 +28,31 @@ def usual(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPat
     found = record(made, tmp_path_factory.mktemp("ditto"), TWO, how={"late": False})
     assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
     return found
+
+
+@pytest.fixture(scope="module")
+def summed(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    given = {**GIVEN, "strategy": "mr_mtl", "clients_per_task": 3, "secure": True, "max_share": 0.5}
+    made = shared_config(tasks="movie", pack_tokens=1, name="summed", **given)
+    found = record(made, tmp_path_factory.mktemp("summed"), THREE, secure=3)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    return found
+
+
+def first_start(found: Recording) -> Params:
+    """The model that all began with."""
+    turns = [message for _, message in found.spoken["movie-0"].turns]
+    return next(read_sent(tensors)[0] for head, tensors in turns if head.get("action") == "train")
+
+
+def without_head(params: Params) -> Params:
+    """A model of which the adapters have no gradient."""
+    return {key: torch.zeros_like(one) if key.startswith("head.") else one for key, one in params.items()}
+
+
+def named(head: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """The head of a job with all of these tensors in its message."""
+    return {**head, "base": None, "model": model_name({key: digest({"": one}) for key, one in params.items()})}
 
 
 def is_second(head: Mapping[str, Any]) -> bool:
@@ -54,3 +87,101 @@ def test_a_server_that_has_it_trained_as_the_shared_model_is_refused(usual: Reco
     ended = lie_to(usual.spoken["movie-0"], lie, tmp_path, "movie-0", certs=usual.folder / "certs" / "movie-0")
     assert "asks for train of a model that never leaves this site" in ended.error
     assert "nothing was sent" in ended.error
+
+
+@pytest.mark.core
+def test_no_tensors_of_the_server_are_scored_in_a_model_of_ones_own(usual: Recording, tmp_path: Path) -> None:
+    """Their scores would be measurements of the rest."""
+    part = {key: torch.zeros_like(one) for key, one in first_start(usual).items() if key.startswith("head.")}
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        is_own = head.get("action") == "evaluate" and head.get("private") is not None
+        return (named(head, part), part) if is_own else None
+
+    ended = lie_to(usual.spoken["movie-0"], lie, tmp_path, "movie-0", certs=usual.folder / "certs" / "movie-0")
+    assert "asks for evaluate of a model that never leaves this site" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (False, r"asks for train in round 2 with ['anchor'] beside the model"),
+        (True, "asks for an anchor whose encoder.layer.0.attention.self.query.lora_A is (1, 32)"),
+    ],
+    ids=["beside the shared model", "of another rank"],
+)
+def test_an_anchor_is_of_the_second_model_and_of_its_shapes(
+    usual: Recording, tmp_path: Path, second: bool, line: str
+) -> None:
+    """Under secure sums a site says what it began with, which beside the shared model an anchor would stand for."""
+    shared = first_start(usual)
+    cut = {key: one[:1] if key.endswith("lora_A") else one[:, :1] for key, one in shared.items() if "lora" in key}
+    anchor = {**shared, **{key: one.contiguous() for key, one in cut.items()}}
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != "train" or head["round"] != 2 or is_second(head) is not second:
+            return None
+        beside = write_trees(SENT, {"anchor": anchor if second else shared})
+        return {**head, "beside": []}, {**tensors, **beside}
+
+    ended = lie_to(usual.spoken["movie-0"], lie, tmp_path, "movie-0", certs=usual.folder / "certs" / "movie-0")
+    assert line in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+def test_what_sites_sum_begins_with_a_model_of_their_own_or_the_initialisation(summed: Recording) -> None:
+    """Else sites with one anchor could begin so that one update alone is no known model in their sum."""
+    start = without_head(first_start(summed))
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if not (head.get("action") == "train" and head["round"] == 2):
+            return None
+        beside = write_trees(SENT, read_sent(tensors)[1])
+        return {**named(head, start), "private": None}, {**start, **beside}
+
+    ended = branch(summed.spoken["movie-0"], lie)
+    assert "head.classifier.weight' is not the initialisation of --seed" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+def test_one_own_model_is_in_the_sum_of_one_round_and_no_other_is(summed: Recording) -> None:
+    (*_, site) = (one.sums for one in summed.spoken["movie-0"].workers if one is not None and one.sums is not None)
+    assert isinstance(site, SumSite) and site._round == 2
+    own, (keys, *_) = site._own, site._sums
+    head = {"group": {"clients": THREE, "keys": keys, "what": "the adapters"}, "step": "keys"}
+    for round, start in ((2, "another"), (3, own)):
+        site._round, site._own = round, start
+        site._sums.clear()
+        with pytest.raises(DataError, match="has answered another sum of the "):
+            site.answer({**head, "round": round}, {})
+    site._round, site._own = 2, own
+    assert site.answer({**head, "round": 2}, write_packed({}))
+
+
+@pytest.mark.core
+def test_a_site_that_says_no_second_model_is_refused_and_the_run_goes_on(
+    config: Callable[..., Config],
+) -> None:
+    """Its name in a checkpoint would be one of another place there."""
+
+    def lies(head: dict[str, Any], tensors: dict[str, Any], action: str) -> Any:
+        if head["kind"] != "result" or action != "train" or head.get("private") is None:
+            return head, tensors
+        return {**head, "private": None}, {**tensors, "param/a/b": torch.full((2,), torch.nan)}
+
+    made = validate(config(name="lies", **{**GIVEN, "clients_per_task": 3}))
+    found = federate(made, {"movie-2": lies}, least=2, late=False, deadline=20)
+    assert (found.error, found.faults) == (None, [])
+    assert found.noted("no train of movie-2 in round 1: its answer was refused: the update lacks")
+    assert not any("a/b" in name for name in state(found.folder))
+
+
+@pytest.mark.slow
+def test_a_second_model_goes_with_last_rounds_for_oneself_under_secure_sums(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    given = {**GIVEN, "clients_per_task": 3, "rounds": 3, "personal_rounds": 1, "secure": True, "max_share": 0.5}
+    found = record(config(name="last", **given), tmp_path, THREE, secure=3, how={"deadline": 20})
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    passing_audit(found.found.folder)

@@ -93,10 +93,16 @@ def _second_part(config: Config) -> SecondModel | None:
     return next((part for part in parts_of_config(config) if isinstance(part, SecondModel)), None)
 
 
+def _is_own(config: Config, job: Job) -> bool:
+    """Return whether this job is to train a model of the client's own, which an anchor pulls."""
+    mixing = config.mixing
+    return mixing.personal_models or job.options.second_model == mixing.second_model != "none"
+
+
 def _training(config: Config, job: Job, outline: "Outline") -> TrainOptions:
     options = train_options(config, with_images=outline.images)
     part = _second_part(config)
-    if part is not None and not share_of(config, job.options, round=job.round) and not config.mixing.personal_models:
+    if part is not None and _is_own(config, job) and not config.mixing.personal_models:
         return replace(options, **part.own_options)
     method = strategy_of(config)
     if not is_aggregation_round(config, job.round) or not method.reports_in(job.round):
@@ -230,16 +236,21 @@ class JobPolicy:
     def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
         """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
 
-        Class means to pull features to come with it only where the settings align features, an anchor only where they
-        have models of one's own. A model that no server has made is its client's own.
+        Class means to pull features to come with it only where the settings align features, an anchor only where a
+        model of one's own trains. A model that no server has made is its client's own. In sums of such models sites
+        hold the anchor against each other's (`SumSite`), so a start is one's own or the initialisation.
         """
+        mixing = self.config.mixing
         self._check_tensors(job.params, job.cut, what=f"the model of {action}")
+        is_first = action == "train" and mixing.secure and mixing.personal_models
         if not is_own:
-            self.starts.check(action, job)
+            self.starts.check(action, job, is_initial=is_first)
         others = dict(job.sent)
-        if _second_part(self.config) is not None and (anchor := others.pop("anchor", None)) is not None:
+        if action == "train" and _is_own(self.config, job) and (anchor := others.pop("anchor", None)) is not None:
             self._check_tensors(anchor, None, what="the anchor")
-            self.starts.check(action, replace(job, params=anchor))
+            if odd := [key for key, tensor in anchor.items() if tensor.shape != job.params[key].shape]:
+                raise _refusal(f"an anchor whose {odd[0]} is {tuple(anchor[odd[0]].shape)}", "the model's own shape")
+            self.starts.check(action, replace(job, params=anchor), is_anchor=True)
         if others:
             method = strategy_of(self.config)
             allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)

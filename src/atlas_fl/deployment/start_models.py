@@ -116,6 +116,8 @@ class StartModels:
     """Options of its training in every round."""
     steps: int
     """Steps of its training in a round."""
+    images: bool = False
+    """The model sees images, and its head may be fitted before round one."""
     same_starts: int = SAME_STARTS
     """Most rounds in which it trains from one start."""
     _own: Parts = field(default_factory=dict)
@@ -134,8 +136,12 @@ class StartModels:
     _anchored: set[int] = field(default_factory=set)
     """The rounds in which the site trained from it."""
 
-    def check(self, action: str, job: Job) -> None:
-        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
+    def check(self, action: str, job: Job, *, is_anchor: bool = False, is_initial: bool = False) -> None:
+        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound.
+
+        An anchor is no start, and whether starts stay the same is asked without it. `is_initial` allows the
+        initialisation alone.
+        """
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
         # each different model of a round is another look at the data
         split = getattr(job.options, "split", "")
@@ -150,7 +156,7 @@ class StartModels:
         initial = self.initial(ranks(params))
         # the initialisation, but for warmed-up or imported tensors
         is_first = job.round == 0 or (action == "train" and job.round == 1)
-        if action == "fingerprint" or (is_first and self.config.model.init_adapter is None):
+        if action == "fingerprint" or is_initial or (is_first and self.config.model.init_adapter is None):
             self._check_initial(action, params, initial)
         parts = self._parts(params)
         for name, kind, value in self._figures(action, job, parts, params, initial):
@@ -161,7 +167,7 @@ class StartModels:
                     " further, and out of other models' updates texts can be read; nothing was sent: ask who runs the"
                     " server"
                 )
-        if action == "train":
+        if action == "train" and not is_anchor:
             self._check_still(job, parts)
 
     def remember(self, job: Job, trained: Params) -> None:
@@ -179,9 +185,10 @@ class StartModels:
     def _check_initial(self, action: str, params: Params, initial: Params) -> None:
         warmed = self.config.clustering.fingerprint == "delta" and action != "fingerprint"
         fits_heads = self.config.images.head_first == "ridge" and self.config.trainable(images=True) == "full"
+        may_have_moved = warmed or (fits_heads and self.images)
         low = warmup_rank(self.config)
         for name, tensor in params.items():
-            if name.startswith(HEAD) and (warmed or fits_heads):
+            if name.startswith(HEAD) and may_have_moved:
                 continue
             fresh = tensor
             drawn = initial[name]
@@ -280,5 +287,6 @@ def start_models_of(config: Config, initial: Initial, *, examples: int, images: 
         initial=initial,
         options=options,
         steps=num_steps(examples, options),
+        images=images,
         same_starts=max(SAME_STARTS, examples // 4),
     )

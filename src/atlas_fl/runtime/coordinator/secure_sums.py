@@ -52,6 +52,8 @@ class SumSite:
     _round: int = 0
     _start: Params = field(default_factory=dict)
     """What is shared of the model that this round began with."""
+    _own: str = ""
+    """The digest of the model of its own that it went on with in this round, where it has one."""
     _trained: Params = field(default_factory=dict)
     """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
     _change: Params = field(default_factory=dict)
@@ -68,6 +70,7 @@ class SumSite:
         options, share = job.options, self.settings.share
         if options.second_model == "none" and not options.is_personal(job.round):
             self._round, self._start = job.round, shared_params(job.sent.get("anchor", job.params), share)
+            self._own = digest(job.params) if "anchor" in job.sent else ""
             self._trained = {**self._start, **shared_params(trained, share)}
             if self.settings.clip:
                 self._change = clipped_change(self._start, self._trained, self.settings.clip)
@@ -86,6 +89,10 @@ class SumSite:
         step = read(str, head.get("step"), "the server's sum: step")
         if step == "keys":
             self._check(group, round=read(int, head.get("round"), "the server's sum: round"))
+            if self._own:  # two sums that one site alone began otherwise would show what that makes of its model
+                run, place = self.settings.run, f"round {self._round}"
+                self._pay(group, f"of {run}, own start in {place}", self._own)
+                self._pay(group, f"of {run}, round of own start {self._own}", place)
             vector = self.settings.vector(group, self.identity.name, self._trained, self._change)
             terms = self.settings.terms(group, round=self._round)
             noise = self._noise(group, terms.digest()) if self.settings.clip else None

@@ -3,7 +3,8 @@
 An answer that can be read is not yet one that fits its job: planning, mixing and records go by names and shapes. So the
 server checks each where it arrives, and refuses what does not fit, from that client alone (`SCHEMAS`).
 
-The tensors of a training answer are checked where they would meet those of others (`aggregation.update_checks`).
+The tensors of a training answer are checked where they would meet those of others (`aggregation.update_checks`), those
+of a second model, which meet none, here.
 """
 
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation.update_checks import check_update
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.importance import IMPORTANCE
@@ -24,6 +26,7 @@ from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import Params
+from atlas_fl.partial_sharing import expected_update
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 
 LARGEST_SCORE = 1e299
@@ -252,6 +255,12 @@ def _training(request: AnsweredRequest) -> ExpectedAnswer:
     )
 
 
+def _check_second(request: AnsweredRequest, update: Update) -> None:
+    """Raise `ProtocolError` for a second model that has another form than the job's, or the name of one."""
+    if request.job.options.second_model not in ("none", "frozen"):
+        check_update(expected_update(request.job.params, update.params, ()), update.params)
+
+
 def _fingerprint(request: AnsweredRequest) -> ExpectedAnswer:
     sketch = ReportTensor(shape=(request.job.options.sketch_dim,))
     # whole models are not warmed up, so none comes back with its fingerprint
@@ -334,6 +343,7 @@ SCHEMAS: Mapping[str, Callable[[AnsweredRequest], ExpectedAnswer]] = {
 }
 """Every action that a client can be asked for, of adapters and of whole models."""
 _VALUE_CHECKS: Mapping[str, Callable[[AnsweredRequest, Update], None]] = {
+    "train": _check_second,
     "fingerprint": _check_sketches,
     "importance": _check_importance,
     "evaluate": _check_primary,

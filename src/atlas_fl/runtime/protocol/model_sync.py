@@ -224,7 +224,9 @@ class Receiver:
             kept = {kind: self.store.tree(kind, sha256) for kind, sha256 in named.items()}
             job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
             hidden = {*unshared_keys(job.params, self.store.share(job))}
-            if action != "evaluate" and not job.params.keys() - params.keys() <= hidden:  # scores show no model
+            # scores of a whole model show nothing of it, and those beside tensors of the server's choice do
+            is_scored = action == "evaluate" and not params
+            if not is_scored and not job.params.keys() - params.keys() <= hidden:
                 raise ProtocolError(
                     f"the server asks for {action} of a model that never leaves this site, whose answer would show it;"
                     " nothing was sent: ask who runs it"
