@@ -145,7 +145,9 @@ def test_what_is_kept_beside_a_model_goes_by_its_kind_and_stays_while_it_is_name
         vault.whole({}, PrivateRef(sha256=name, ranks=(1, 1)), cut=None, round=1)
     # a client that took no part for fifty rounds is named both at once
     vault.use([part, name], 50)
-    vault.whole({"a.lora_A": owed["a.lora_B"], "b.lora_A": owed["a.lora_B"]}, PrivateRef(sha256=part), cut=None, round=50)
+    vault.whole(
+        {"a.lora_A": owed["a.lora_B"], "b.lora_A": owed["a.lora_B"]}, PrivateRef(sha256=part), cut=None, round=50
+    )
     assert {path.stem for path in vault.folder.glob("*.safetensors")} == {part, name}
 
 
