@@ -142,8 +142,7 @@ def export_client(
     params = models[name]
     if PRIVATE in params:
         raise CheckpointError(
-            f"what {name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
-            " `atlas join` has written the whole model"
+            f"the model of {name}, or a part of it, is at its site alone, where `atlas join` has written the whole"
         )
     source, family = loading.find_family(config.model.model, writes=not head_keys(params))
     backbone = None
