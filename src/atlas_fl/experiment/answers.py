@@ -229,7 +229,8 @@ def _models_by_kind(folder: RunFolder, clients: Sequence[str]) -> dict[Kind, ByC
     chosen = {name: params for name, params in models.items() if not clients or name in clients}
     if private := [name for name, params in chosen.items() if PRIVATE in params]:
         raise CheckpointError(
-            f"the model of {private[0]}, or a part of it, is at its site alone, where `atlas join` has written the whole"
+            f"the model of {private[0]}, or a part of it, is at its site alone, where `atlas join` has written the"
+            " whole"
         )
     found: dict[Kind, ByClient] = {}
     base = {name: _without_adapters(params) for name, params in chosen.items() if not head_keys(params)}
