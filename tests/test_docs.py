@@ -263,6 +263,13 @@ def test_commands_are_accepted() -> None:
     assert not offenders, listed(offenders, "these commands are refused:")
 
 
+def test_no_site_of_a_command_writes_its_model_over_what_it_keeps() -> None:
+    kept = ("-secret", "-sums", "-privacy", "-runs", "-private")
+    joins = [(document, words) for document in DOCUMENTS for words in command_lines(document) if words[0] == "join"]
+    offenders = [f"{document}: --to {words[words.index('--to') + 1]}" for document, words in joins if "--to" in words]
+    assert offenders and not [line for line in offenders if line.endswith(kept)]
+
+
 def check_command(command: str, *words: str) -> None:
     """Read a command of a document; refused as the command line would refuse it."""
     if command in ("--help", "--version"):
