@@ -55,7 +55,7 @@ def offered() -> set[str]:
 
 REPEATED = "atlas run --config runs/stopped/config.toml --name again --max-rounds 1"
 RUNS: Mapping[str, str] = {
-    "atlas certs make --server {}": "atlas certs make more --server localhost --client c",
+    "atlas certs make FOLDER --server {}": "atlas certs make more --server localhost --client c",
     "atlas certs renew {} --to {}": "atlas certs renew a --to certs",
     "atlas certs revoke {} --to {}": "atlas certs revoke b --to certs",
     "atlas fetch embedded": "atlas fetch embedded",
@@ -93,6 +93,7 @@ EXPLAINED = {
         "atlas fetch vision",
         "atlas fetch llm",
         "atlas evaluate",
+        "atlas generate",
         "atlas run --preset {}",
         "atlas run --preset quick",
         "atlas COMMAND --help",

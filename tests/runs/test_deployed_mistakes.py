@@ -113,6 +113,13 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
         (("join", "nowhere.invalid:1", "--certs", "certs/movie-0", *SMALL), "host 'nowhere.invalid' is unknown"),
         (("join", "x", "--certs", "certs/movie-0", *SMALL), "no address of a server"),
         (("join", "x:1", "--certs", "certs/movie-0", *SMALL, "--device", "gpu"), "unknown device 'gpu'"),
+        *(
+            (
+                ("join", "x:1", "--certs", "certs/movie-0", *SMALL, "--to", f"movie-0-{what}"),
+                f"--to movie-0-{what} is where",
+            )
+            for what in ("secret", "sums", "private", "privacy", "runs")
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, atlas: Callable[..., tuple[int, str]]) -> None:

@@ -1,6 +1,5 @@
 """`atlas serve`, `join` and `certs`: a federation across machines."""
 
-import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,6 @@ from atlas_fl.storage.digests import file_sha256
 def serve(options: cli.ServeOptions) -> int:
     """Serve the run that these words describe; 0."""
     config = validate(options.settings, at_sites=True)
-    # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
     service = ServerOptions(**choices_of(ServiceChoices, options), certs=Path(options.certs))
     with show_progress() as on_event, going_on("the same command"), _sigterm_as_ctrl_c():
         if config.robust.max_share < 1:
@@ -53,8 +49,6 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 def join(options: cli.JoinOptions) -> int:
     """Take part as these words say; 0."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
-
     # the settings that `atlas serve` has with this file
     words = [] if options.config is None else [Words("--config", (options.config,))]
     pinned = pinned_config(base_config(words, implied=cli.ServeOptions.implied)) if words else None
@@ -120,7 +114,8 @@ def _certify(options: cli.CertsOptions) -> list[str]:
             Path(subject), servers=options.server, clients=options.client, days=options.days
         )
         lines = [f"made {folder}" for folder in folders]
-        remedy = "copy each site's folder to its site and to nobody else; the folder ca stays with you"
+        copies = "copy each site's folder to its site and to nobody else; " if options.client else ""
+        remedy = f"{copies}the folder ca stays with you"
     elif options.what == "renew":
         folders = certificates.renew_certs(to, clients=options.subject, days=options.days)
         lines = [f"made {folder} anew; the certificate before it is worth nothing now" for folder in folders]

@@ -292,6 +292,10 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     private = Path(joining.private or to.with_name(f"{name}-private"))
     read_device(joining.device)
     check_consent(joining)
+    secret = Path(joining.secret or secret_file(to.parent, name))
+    kept = [secret.with_name(f"{name}-{what}") for what in ("privacy", "runs", "sums")]
+    if to in (private, secret, *kept):
+        raise ConfigError(f"--to {to} is where this site keeps what is its own; take another, such as {name}-adapter")
     if joining.private is not None:
         check_store(private)
     receipt = read_receipt(to, client=name)

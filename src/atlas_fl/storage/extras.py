@@ -4,6 +4,7 @@ It names the packages themselves, and so works wherever ATLAS came from: a clone
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
@@ -57,8 +58,10 @@ def import_extra(module: str, *, extra: str, asked: str, remedy: str = "") -> An
 def silence_libraries() -> None:
     """Keep warnings of libraries from the terminal that they log when they are imported.
 
-    transformers imports torchao wherever it is installed, and that warns of each of its parts for other machines.
+    transformers imports torchao wherever it is installed, and that warns of each of its parts for other machines. gRPC
+    tells of every refused certificate, where a line of ours stands already.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

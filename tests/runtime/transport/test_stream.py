@@ -345,7 +345,7 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
 
 def test_a_certificate_for_another_name_is_refused_at_once(tmp_path: Path) -> None:
     make_certs(tmp_path / "fed", servers=["fed.example.org"], clients=["site-1"])
-    message = r"is refused here: .*localhost.*`atlas certs make --server localhost`"
+    message = r"is refused here: .*localhost.*`atlas certs make FOLDER --server localhost`"
     with serving(Echo(), tmp_path / "fed") as port, pytest.raises(ProtocolError, match=message):
         link(port, open_certs(tmp_path / "fed" / "site-1")).__enter__()
 

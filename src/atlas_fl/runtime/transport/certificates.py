@@ -430,11 +430,10 @@ def _check_new(folder: Path, servers: Sequence[str], clients: Sequence[str]) -> 
     listed = read_list(folder / SERVER) if (folder / SERVER / CLIENTS).exists() else {}
     for name in (*((AUTHORITY, SERVER) if servers else ()), *clients):
         if name in listed or (folder / name).exists():
-            raise ConfigError(
-                f"{name!r} exists already in {folder} and is not overwritten; choose another folder or name, leave"
-                f" --server out to add clients, or give a site a new certificate with `atlas certs renew {name} --to"
-                f" {folder}`"
-            )
+            remedy = f"choose another name, or give it a new certificate with `atlas certs renew {name} --to {folder}`"
+            if name in (AUTHORITY, SERVER):
+                remedy = "choose another folder, or leave --server out to add clients"
+            raise ConfigError(f"{name!r} exists already in {folder} and is not overwritten; {remedy}")
 
 
 def check_name(name: str) -> None:

@@ -59,7 +59,8 @@ def _handshake(host: str, port: int, certs: certificates.Certs, context: ssl.SSL
     except ssl.SSLCertVerificationError as error:
         raise ProtocolError(
             f"the certificate of {host}:{port} is refused here: {error.verify_message}; the server's must be made for"
-            f" {host!r} (`atlas certs make --server {host}`) by the authority of {certs.folder}"
+            f" {host!r} by the authority of {certs.folder}: join by a name that it has, or make a new folder for all"
+            f" with `atlas certs make FOLDER --server {host}`"
         ) from None
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, TimeoutError) as error:
         return _words(error)
