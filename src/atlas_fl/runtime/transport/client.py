@@ -57,8 +57,9 @@ def _handshake(host: str, port: int, certs: certificates.Certs, context: ssl.SSL
         ):
             return None if secure.recv(1) else CLOSED
     except ssl.SSLCertVerificationError as error:
+        why = error.verify_message.rstrip(".")
         raise ProtocolError(
-            f"the certificate of {host}:{port} is refused here: {error.verify_message.rstrip('.')}; the server's must be made for"
+            f"the certificate of {host}:{port} is refused here: {why}; the server's must be made for"
             f" {host!r} by the authority of {certs.folder}: join by a name that it has, or make a new folder for all"
             f" with `atlas certs make FOLDER --server {host}`"
         ) from None
