@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.sparse import csr_array
 
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
@@ -183,10 +184,21 @@ def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dic
 def models_after_fingerprints(
     assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut]
 ) -> dict[str, Params]:
-    """The clients' models after their fingerprints; whole models are unchanged and were not sent back."""
-    if assembly.is_full:
-        return warm_up_models(assembly, cuts)
-    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
+    """The clients' models after their fingerprints; whole models are unchanged and were not sent back.
+
+    A tensor that has not moved is the initial one itself, wherever its client is: equal models are stored once.
+    """
+    before = warm_up_models(assembly, cuts)
+    return before if assembly.is_full else {one.client: _moved(before[one.client], one.params) for one in updates}
+
+
+def _moved(before: Params, after: Params) -> Params:
+    """The model after a fingerprint, of the tensors before where they are equal; that before where all are."""
+    model = {key: tensor for key, tensor in after.items() if key not in (FIRST, SECOND)}
+    same = {key for key, tensor in model.items() if key in before and torch.equal(tensor, before[key])}
+    if same == before.keys() == model.keys():
+        return before
+    return {key: before[key] if key in same else tensor for key, tensor in model.items()}
 
 
 def _clustering_report(

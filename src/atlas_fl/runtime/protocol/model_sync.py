@@ -102,7 +102,8 @@ class Sender:
         held = self.held.get("got")
         beside = {kind for kind, params in job.sent.items() if held and self.common.digests(params) == held}
         head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head, "beside": sorted(beside)}
-        head["kept"] = [[kind, private_digest(tree)] for kind, tree in job.kept.items()]
+        if job.kept:
+            head["kept"] = [[kind, private_digest(tree)] for kind, tree in job.kept.items()]
         sent = {kind: params for kind, params in job.sent.items() if kind not in beside}
         return head, {**tensors, **messages.write_trees(messages.SENT, sent)}
 
@@ -251,7 +252,8 @@ class Receiver:
         if self.store is not None:
             kept = [[kind, self.store.keep_tree(kind, tree, job.round)] for kind, tree in update.kept.items()]
             update, reference = self.store.split_private(update, job, *self._opened)
-            private = {"kept": kept} if reference is None else {"private": asdict(reference), "kept": kept}
+            private = {} if reference is None else {"private": asdict(reference)}
+            private |= {"kept": kept} if kept else {}
         if action == "train" and update.params is not job.params:
             if self.keeps_trained:
                 self.held["trained"] = update.params
