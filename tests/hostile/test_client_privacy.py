@@ -188,7 +188,8 @@ def test_a_site_answers_one_sum_of_a_tensor_in_a_round_and_the_same_one_alike(tm
         )
         options = TrainOptions(seed=0)
         job = Job(client="movie-0", params=model, round=round, options=options)
-        site.withhold(job, {}, {"param/x.lora_A": torch.full((2, 3), trained)})
+        moved = torch.full((2, 3), trained)
+        site.withhold(job, {"x.lora_A": moved}, {}, {"param/x.lora_A": moved})
         asked = {"what": what, "clients": list(clients), "keys": ["x.lora_A"]}
         site.answer({"group": asked, "step": "keys", "round": round}, write_packed({}))
         return site._sums[group.keys].noise

@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurv
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.deployment.privacy_record import SumRecord
 from atlas_fl.errors import DataError, ProtocolError
-from atlas_fl.params import HEAD, Params
+from atlas_fl.params import HEAD, Params, shared_params
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.protocol.messages import read_packed, write_packed
 from atlas_fl.secure_sums import CLAIM_BYTES, COMMIT_BYTES, STEPS, Identity, KeyBook, Messages, SumResult, run_sum
@@ -63,14 +64,10 @@ class Sites:
     def train(self, starts: Mapping[str, Params], *, round: int = 1) -> None:
         """Each site moves the adapters of its start by its place and one."""
         for place, (name, start) in enumerate(starts.items()):
-            job = Job(client=name, params=start, round=round, options=None)
-            moved = {
-                f"param/{key}": one if key.startswith(HEAD) else one + 0.1 * (place + 1) for key, one in start.items()
-            }
-            shared = {
-                key: one for key, one in moved.items() if key.startswith("param/q") or "head" in self.settings.share
-            }
-            self.by_name[name].withhold(job, {}, shared)
+            job = Job(client=name, params=start, round=round, options=TrainOptions(seed=0))
+            moved = {key: one if key.startswith(HEAD) else one + 0.1 * (place + 1) for key, one in start.items()}
+            sent = {f"param/{key}": one for key, one in shared_params(moved, self.settings.share).items()}
+            self.by_name[name].withhold(job, moved, {}, sent)
 
     def group(self, keys: Sequence[str] = (*ADAPTERS, *HEADS), names: Sequence[str] = ()) -> SumGroup:
         return SumGroup(clients=tuple(names or self.names), keys=tuple(keys), what="the adapters")

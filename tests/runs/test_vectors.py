@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,7 @@ def test_runs_of_different_models_need_a_base(runs: dict[str, TrainedRun]) -> No
     other = runs["seed 7"]
     moved = TrainedRun(
         folder=other.folder,
-        assembly=type(other.assembly)(
-            **{**vars(other.assembly), "config": with_values(other.assembly.config, {"model": "dinov2-vits14"})}
-        ),
+        assembly=replace(other.assembly, config=with_values(other.assembly.config, {"model": "dinov2-vits14"})),
         body=other.body,
         heads=other.heads,
     )

@@ -299,7 +299,7 @@ def export_model(
         pipeline=PIPELINES[auto.__name__],
         library={"adapter": "peft", "GGUF adapter": "gguf"}.get(kind, "transformers"),
         base=json.dumps(named),
-        hub_base=None if is_local(named) else named,
+        hub_base=named if named != base or not is_local(base) else None,  # a cached one is asked for nowhere
         images=family.images,
         writes=writes,
         labels=labels,
