@@ -189,10 +189,10 @@ def models_after_fingerprints(
     A tensor that has not moved is the initial one itself, wherever its client is: equal models are stored once.
     """
     before = warm_up_models(assembly, cuts)
-    return before if assembly.is_full else {one.client: _moved(before[one.client], one.params) for one in updates}
+    return before if assembly.is_full else {one.client: _model_after(before[one.client], one.params) for one in updates}
 
 
-def _moved(before: Params, after: Params) -> Params:
+def _model_after(before: Params, after: Params) -> Params:
     """The model after a fingerprint, of the tensors before where they are equal; that before where all are."""
     model = {key: tensor for key, tensor in after.items() if key not in (FIRST, SECOND)}
     same = {key for key, tensor in model.items() if key in before and torch.equal(tensor, before[key])}
