@@ -122,6 +122,15 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_a_command_imports_what_it_always_needs_and_collects_garbage_after_it() -> None:
+    done = in_a_process(
+        "import gc, sys; from atlas_fl.cli.main import main; main(['list', 'presets']); import atlas_fl.cli.deploy; "
+        "print(sorted({'pandas', 'scipy.stats', 'sklearn'} & set(sys.modules)), gc.isenabled())"
+    )
+    assert done.stdout.splitlines()[-1] == "[] True", done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux alone")
 def test_threads_wait_asleep(monkeypatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -28,8 +28,6 @@ import numpy as np
 from scipy.cluster.hierarchy import cut_tree, fcluster
 from scipy.cluster.hierarchy import linkage as tree_of
 from scipy.spatial.distance import pdist, squareform
-from sklearn.cluster import KMeans
-from sklearn.metrics import adjusted_rand_score, calinski_harabasz_score, davies_bouldin_score
 
 from atlas_fl.clustering import sketch
 from atlas_fl.clustering.labels import ClusteringSettings
@@ -72,6 +70,8 @@ def atlas_score(*, silhouette: float, davies_bouldin: float, calinski_harabasz: 
 
 def score_row(points: np.ndarray, labels: np.ndarray) -> KTableRow:
     """The line of the k table for these labels (n,) of points (n, c): k, sizes, singletons and the scores."""
+    from sklearn.metrics import calinski_harabasz_score, davies_bouldin_score
+
     sizes = sorted(np.unique(labels, return_counts=True)[1].tolist(), reverse=True)
     row: KTableRow = {"k": len(sizes), "sizes": sizes, "singletons": sizes.count(1)}
     width = silhouette(pairwise_distances(points), labels)
@@ -87,6 +87,8 @@ def score_row(points: np.ndarray, labels: np.ndarray) -> KTableRow:
 
 def k_means(points: np.ndarray, k: int, *, seed: int, num_starts: int = 10) -> tuple[np.ndarray, float]:
     """Labels (n,) and the sum of squared distances to the centres, from the best of several starts."""
+    from sklearn.cluster import KMeans
+
     if k == 1:
         return np.zeros(len(points), dtype=np.int64), float(np.square(points - points.mean(axis=0)).sum())
     model = KMeans(k, n_init=num_starts, random_state=derive_seed(seed, "k-means", k) % 2**32).fit(points)
@@ -214,6 +216,8 @@ def search_k(
     `previous` labels (n,) are one more start where they have as many clusters, and earn each k a bonus of
     `stability` times the adjusted Rand index with them.
     """
+    from sklearn.metrics import adjusted_rand_score
+
     points = _project(first, second, settings)
     ks, warnings = feasible_ks(points, settings)
     if not ks or ks == (1,):
@@ -240,6 +244,8 @@ def _with_warm_start(
     points: np.ndarray, k: int, settings: ClusteringSettings, previous: np.ndarray | None
 ) -> np.ndarray:
     """K-means from fresh starts, and from the previous clusters' centres, kept unless a fresh one is better."""
+    from sklearn.cluster import KMeans
+
     labels, inertia = k_means(points, k, seed=settings.seed)
     names = np.unique(previous) if previous is not None else np.empty(0)
     if k == 1 or len(names) != k:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from scipy.spatial.distance import cdist
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from atlas_fl.clustering import sketch
 from atlas_fl.clustering.blocks import Matrix, from_plain, grow, pairs_inside, to_plain
@@ -177,6 +176,8 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
     rises with the number of clusters, so read it beside the adjusted Rand index. For ari and nmi every undecided
     client is a cluster of its own.
     """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
     pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
     counts = Counter(pairs)
     majorities = [max(counts[label, task] for task in set(truth)) for label in decided_labels(labels)]

@@ -19,7 +19,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from sklearn.decomposition import PCA, IncrementalPCA
 
 from atlas_fl.clustering.blocks import MOST_EXACT
 from atlas_fl.errors import ConfigError, DataError
@@ -126,9 +125,13 @@ def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental:
     if num_components < 1 or variance < 1e-18 * rows.size:
         return PrincipalComponents(points=np.zeros((rows.shape[0], max(num_components, 0))), explained_variance=1.0)
     if incremental:
+        from sklearn.decomposition import IncrementalPCA
+
         model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
         points = np.asarray(model.fit_transform(rows), dtype=np.float64)
     elif len(rows) > MOST_EXACT:  # linear in the clients
+        from sklearn.decomposition import PCA
+
         points = np.asarray(PCA(num_components, svd_solver="covariance_eigh").fit_transform(rows))
     else:
         left, singular, _ = np.linalg.svd(centred, full_matrices=False)

@@ -17,7 +17,6 @@ from typing import Annotated
 import numpy as np
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
-from sklearn.metrics import silhouette_score
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
@@ -37,6 +36,8 @@ def nested_cuts(distances: Sequence[Square], *, step: int, threshold: float) -> 
 
     `distances` are D^j in this order; `step` is by how many clusters a layer may have more than the one below it.
     """
+    from sklearn.metrics import silhouette_score
+
     n, clusters = len(distances[0]) if distances else 0, 1
     if n < 3:
         return [np.zeros(n, np.int64) for _ in distances]

@@ -34,7 +34,6 @@ from dataclasses import replace
 from math import exp, floor, sqrt
 
 import numpy as np
-from scipy.signal import lfilter
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.privacy import delta_of, epsilon_of_sums, noise_of, skellam_noise
@@ -142,6 +141,8 @@ def spending(config: Config, names: Sequence[str], rounds: Sequence[int]) -> dic
 
 def noise_filter(bands: int, rounds: int) -> np.ndarray:
     """The first column of C^-1, (rounds,) float64: what the noise of a round adds to those after it."""
+    from scipy.signal import lfilter
+
     root = np.cumprod([1.0, *(1 - 1 / (2 * j) for j in range(1, bands))])
     return np.asarray(lfilter([1.0], root / np.linalg.norm(root), np.eye(1, rounds)[0]))
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.linear_model import RidgeCV
 
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import make_jobs
@@ -38,6 +37,8 @@ def infer_properties(
 
     Raises ConfigError where the task has no other client, and where examples are too few.
     """
+    from sklearn.linear_model import RidgeCV
+
     check_shadows(client, shadows=shadows)
     data = assembly.site.data
     others = concatenate([data[one.name].splits["train"] for one in others_of(assembly, client)])

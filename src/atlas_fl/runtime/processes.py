@@ -4,6 +4,7 @@ They are started as `multiprocessing` spawns its own, but without pickled argume
 main module, so that a script needs no guard. Nothing of this module needs PyTorch, so a worker imports it at once.
 """
 
+import gc
 import mmap
 import os
 import select
@@ -51,7 +52,7 @@ class WorkerProcess:
         with theirs:
             self._link = Connection(ours.detach())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, *map(str, (theirs.fileno(), *files))],
+                [sys.executable, "-c", f"import gc\ngc.disable()\n{program}", *map(str, (theirs.fileno(), *files))],
                 pass_fds=(theirs.fileno(), *files),
                 stdin=subprocess.DEVNULL,
                 # workers can import what this process can
@@ -98,6 +99,7 @@ def worker_processes(count: int, *, program: str, files: Sequence[int] = ()) -> 
 
 def run_worker_loop(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> None:
     """Answer frames in a worker process until its parent closes the pipe, or ends."""
+    gc.enable()  # all is imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
     threading.Thread(target=_exit_with_parent, args=(link,), daemon=True).start()
     connection = Connection(link)
