@@ -9,6 +9,8 @@ of its own. The exponent is that of the CPU seconds of the last two rows of a pa
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py
     OMP_NUM_THREADS=1 python benchmarks/scale.py --clients 1000 3000 10000 --parts clusters graph rows_atlas
+
+With `--figure FILE.png` the rows are drawn, too, beside lines that grow as n and as n^1.2; FILE.csv has their numbers.
 """
 
 import argparse
@@ -41,6 +43,9 @@ from atlas_fl.methods.registry import RULES
 from atlas_fl.params import Params, ServerState
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.task_discovery import TaskDiscovery, collect_fingerprints, make_client_graph
+from atlas_fl.report.csv_text import format_csv
+from atlas_fl.report.drawing import draw, save_png
+from atlas_fl.report.html.charts import Chart
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import fingerprint_options
@@ -196,11 +201,48 @@ PARTS = {
 }
 
 
+def save_figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """CPU seconds by clients on logarithmic axes, one line a part, as PNG, and the same rows as CSV beside it."""
+    fewest, most = (pick(row["clients"] for row in rows) for pick in (min, max))
+    least = min(row["CPU seconds"] for row in rows)
+    guides = [
+        {"clients": clients, "CPU seconds": least * (clients / fewest) ** power, "part": f"grows as n^{power:g}"}
+        for power in (1, 1.2)
+        for clients in (fewest, most)
+    ]
+    parts = list(dict.fromkeys(row["part"] for row in rows + guides))
+    x, y = ({"field": name, "type": "quantitative", "scale": {"type": "log"}} for name in ("clients", "CPU seconds"))
+    x["axis"] = {"values": sorted({row["clients"] for row in rows})}
+    series = {"field": "part", "type": "nominal", "title": None, "scale": {"domain": parts}}
+    chart = Chart(
+        name="growth",
+        title="CPU seconds of the server's phases by the number of clients",
+        note="dashed: growth as n and as n^1.2, from the least number",
+        rows=rows + guides,
+        spec={
+            "height": 320,
+            "mark": {"type": "line", "point": True},
+            "encoding": {
+                "x": x,
+                "y": y,
+                "color": series,
+                "strokeDash": {
+                    "condition": {"test": "indexof(datum.part, 'grows') == 0", "value": [5, 4]},
+                    "value": [1, 0],
+                },
+            },
+        },
+    )
+    save_png(draw([chart]), path)
+    path.with_suffix(".csv").write_text(format_csv(rows))
+
+
 def main() -> None:
     """Print the seconds and the memory of each part and number of clients."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 300, 1000, 3000])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--figure", type=Path, help="a PNG to draw the rows into")
     parser.add_argument("--alone", action="store_true", help="one row, in this process")
     given = parser.parse_args()
     if given.alone:
@@ -211,6 +253,7 @@ def main() -> None:
         print(*took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
         return
     print("part            clients   seconds   CPU seconds   GB    exponent")
+    rows = []
     for part in given.parts:
         before = None
         for clients in given.clients:
@@ -220,6 +263,9 @@ def main() -> None:
             grows = "" if before is None else f"{math.log(used / before[1]) / math.log(clients / before[0]):.2f}"
             print(f"{part:<15} {clients:<9} {seconds:<9.1f} {used:<13.2f} {gigabytes:<5.1f} {grows}", flush=True)
             before = clients, used
+            rows.append({"part": part.replace("_", " of "), "clients": clients, "CPU seconds": round(used, 3), "GB": round(gigabytes, 3)})
+    if given.figure:
+        save_figure(rows, given.figure)
 
 
 if __name__ == "__main__":

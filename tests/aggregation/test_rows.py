@@ -25,6 +25,7 @@ def at_most(clients: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrices, "MOST_DENSE", clients)
         patch.setattr(kriging, "MOST_EXACT", clients)
+        patch.setattr(kriging, "MOST_PREDICTED", clients)
         yield
 
 
@@ -172,3 +173,17 @@ def test_who_is_not_measured_of_very_many_is_given_the_average_of_its_cluster() 
     assert RULES["atlas"]().measured({}, state, clients, lambda _: np.eye(20)), "of a few each has a row"
     with at_most(15):
         assert not RULES["atlas"]().measured({}, state, clients, lambda _: np.eye(20))
+
+
+def test_who_is_not_measured_of_some_hundred_is_given_the_prediction_of_its_cluster(monkeypatch) -> None:
+    groups = np.repeat([0, 1], 10)
+    state, _ = halves_of(20, groups, noise=1.0)
+    clients = federation_of([f"c{k}" for k in range(20)], clusters=groups)
+    after = {name: {"head.w": halves["first"]["head.w"] + 3} for name, halves in state["halves"].items()}
+    models = RoundModels(before=state["initial"], after=after, server_state={"initial": state["initial"]})
+    rows = []
+    for most in (20, 15):
+        monkeypatch.setattr(kriging, "MOST_PREDICTED", most)
+        rows.append(RULES["atlas"]().matrices(clients, [True] * 20, round=1, models=models)("head.w"))
+    assert np.abs(rows[0][0, 10:]).max() > 0.001, "clusters predict each other"
+    np.testing.assert_allclose(np.asarray(rows[1]), np.asarray(rows[0]))

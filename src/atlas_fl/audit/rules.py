@@ -5,7 +5,7 @@ from functools import partial
 
 from atlas_fl.audit import averages, class_features, kriging, run_files, server_steps, step, update_clusters
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
-from atlas_fl.clustering.blocks import MOST_EXACT
+from atlas_fl.clustering.blocks import MOST_PREDICTED
 from atlas_fl.errors import CheckpointError
 
 OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
@@ -63,7 +63,7 @@ RULES: Mapping[str, step.Formula] = {
 
 def predicts_in_blocks(run: run_files.Run) -> bool:
     """Return whether predictions are those of blocks of clients, and the formula is of all together."""
-    return run.mixing.strategy in ("kriging", "atlas") and len(run.plan("plan.json").clients) > MOST_EXACT
+    return run.mixing.strategy in ("kriging", "atlas") and len(run.plan("plan.json").clients) > MOST_PREDICTED
 
 
 def formula_of(run: run_files.Run, round: int | None = None) -> step.Formula:

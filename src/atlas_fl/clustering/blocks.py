@@ -9,6 +9,8 @@ from scipy.sparse.csgraph import connected_components
 
 MOST_EXACT = 1000
 """Clients up to which similarities are those of all pairs, and all are clustered together."""
+MOST_PREDICTED = 300
+"""Clients up to which a prediction is from all of them; its seconds grow with their number to the power of 3.3."""
 MOST_IN_BLOCK = 128
 """Clients of a block; the mean of so many has the noise of one over 128."""
 

@@ -15,8 +15,8 @@ least has the least noise, too, and would weigh most. The adapters have one matr
 its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
 as those of one do share a model, and who agrees with nobody keeps its own.
 
-Of more than `MOST_EXACT` clients the rows are those inside blocks of one cluster, or of several small ones, among those
-who are measured and take part; all else is averages.
+Of more than `MOST_PREDICTED` clients the rows are those inside blocks of one cluster, or of several small ones, among those
+who are measured and take part.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
 begin with what all have in common. What they say then holds for the run. Who was not there is measured when it first
@@ -57,7 +57,7 @@ from scipy.optimize import nnls
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Vector, choose_rows, identity
-from atlas_fl.clustering.blocks import MOST_EXACT, blocks_of, from_blocks
+from atlas_fl.clustering.blocks import MOST_EXACT, MOST_PREDICTED, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
@@ -277,13 +277,14 @@ class FromHalves(FromStart):
         state: ServerState = {} if step.models is None else step.models.server_state
         reports = subtree(state, HALVES)
         is_measured = np.array([name in reports for name in step.federation.clients], bool)
-        if len(is_measured) <= MOST_EXACT:
+        if len(is_measured) <= MOST_PREDICTED:
             return self._rows_together(step, state, is_measured)
         there, n, clusters = step.present & is_measured, len(is_measured), step.federation.clusters
         blocks = blocks_of(np.where(there, np.maximum(clusters, -1) + 1, -1))
         rows = [self._rows_together(step.of(places), state, is_measured[places]) for places in blocks]
         predicted = Rows(distinct=from_blocks(blocks, rows, n), of=np.arange(n))
-        matrix = choose_rows(there, predicted, self.arrival(step))
+        others = self._unmeasured_rows(step, is_measured) if n <= MOST_EXACT else self.arrival(step)
+        matrix = choose_rows(there, predicted, others)
         return choose_rows(is_measured & ~there, identity(n), matrix)
 
     def _rows_together(self, step: rules.MixingContext, state: ServerState, is_measured: np.ndarray) -> Square:
