@@ -263,7 +263,8 @@ def main() -> None:
             grows = "" if before is None else f"{math.log(used / before[1]) / math.log(clients / before[0]):.2f}"
             print(f"{part:<15} {clients:<9} {seconds:<9.1f} {used:<13.2f} {gigabytes:<5.1f} {grows}", flush=True)
             before = clients, used
-            rows.append({"part": part.replace("_", " of "), "clients": clients, "CPU seconds": round(used, 3), "GB": round(gigabytes, 3)})
+            row = {"part": part.replace("_", " of "), "clients": clients}
+            rows.append({**row, "CPU seconds": round(used, 3), "GB": round(gigabytes, 3)})
     if given.figure:
         save_figure(rows, given.figure)
 

@@ -15,8 +15,8 @@ least has the least noise, too, and would weigh most. The adapters have one matr
 its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
 as those of one do share a model, and who agrees with nobody keeps its own.
 
-Of more than `MOST_PREDICTED` clients the rows are those inside blocks of one cluster, or of several small ones, among those
-who are measured and take part.
+Of more than `MOST_PREDICTED` clients the rows are those inside blocks of one cluster, or of several small ones, among
+those who are measured and take part.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
 begin with what all have in common. What they say then holds for the run. Who was not there is measured when it first
