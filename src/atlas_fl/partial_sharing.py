@@ -64,8 +64,9 @@ def transmitted_params(params: Params) -> Params:
 
 
 def has_hidden_factors(params: Params) -> bool:
-    """Return whether something of the adapters is at the client alone."""
-    return any(is_placeholder(tensor) for key, tensor in params.items() if key.endswith((LORA_A, LORA_B)))
+    """Return whether something of the adapters is at the client alone: a factor, or a model beside this whole one."""
+    is_beside = PRIVATE in params and not any(map(is_placeholder, params.values()))
+    return is_beside or any(is_placeholder(tensor) for key, tensor in params.items() if key.endswith((LORA_A, LORA_B)))
 
 
 def hidden_ranks(params: Params) -> tuple[int, ...]:

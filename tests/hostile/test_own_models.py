@@ -107,7 +107,7 @@ def test_no_tensors_of_the_server_are_scored_in_a_model_of_ones_own(usual: Recor
     ("second", "line"),
     [
         (False, r"asks for train in round 2 with ['anchor'] beside the model"),
-        (True, "asks for an anchor whose encoder.layer.0.attention.self.query.lora_A is (1, 32)"),
+        (True, "asks for the anchor with encoder.layer.0.attention.self.query.lora_A (1, 32)"),
     ],
     ids=["beside the shared model", "of another rank"],
 )

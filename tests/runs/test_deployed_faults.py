@@ -25,8 +25,10 @@ CUT_LATE = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
         ({"split": "movie-0=1,movie-1=2", "wire_noise": 0.2, "dropout": 0.1}, 0),
         ({"strategy": "kriging", "measure_round": 1}, 2),
         ({"strategy": "ditto", "ranks": "4", "space": "factors"}, 0),
+        ({"strategy": "apfl", "ranks": "4", "space": "factors"}, 0),
+        ({"strategy": "feddpa", "ranks": "4", "space": "factors"}, 0),
     ],
-    ids=["cut models", "what a rule asks for", "a model that never leaves"],
+    ids=["cut models", "what a rule asks for", "a model that never leaves", "interpolated", "stacked"],
 )
 def test_no_fault_changes_a_bit(federation: Federations, settings: Mapping[str, object], halves: int) -> None:
     """A site killed in the middle of its job, a link cut, and the server killed with the reports in its checkpoint.
@@ -34,7 +36,7 @@ def test_no_fault_changes_a_bit(federation: Federations, settings: Mapping[str, 
     With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
     """
     fed = federation(rounds=2, **settings)
-    stays = settings.get("strategy") == "ditto"
+    stays = settings.get("strategy") in ("ditto", "apfl", "feddpa")
     words = ("--no-late",) if stays else ()
     server, port = fed.serve(*words)
     proxy = Proxy(port)

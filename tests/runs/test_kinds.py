@@ -90,6 +90,8 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "heads combined by class features": ("", {**TEXT, "strategy": "fedpac"}),
     "models predicted from split halves": ("", {**TEXT, "strategy": "kriging", "measure_round": 1}),
     "a model beside the shared one": ("", {**ONE_RANK, "strategy": "ditto"}),
+    "an own model interpolated with the shared one": ("", {**ONE_RANK, "strategy": "apfl"}),
+    "an own adapter on the shared one": ("", {**ONE_RANK, "strategy": "feddpa"}),
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
     "own models pulled to their mean": ("", {**ONE_RANK, "strategy": "mr_mtl"}),
@@ -192,6 +194,8 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     assert same_tensors(without(hidden, simulated), without(hidden, served))
     # what is not shared is at the sites alone
     assert bool(hidden) is bool(beside or kept or not is_fully_shared(mixing.share))
+    if beside:  # distances of what the server has would be of other models than those that are scored
+        assert not [row for row in rows(fed.served.path, "metrics") if row.get("event") == "mixed"]
     if beside or mixing.personal_models:
         assert fed.own_adapters == adapters(fed.simulated) and len(fed.own_adapters) == 2
     # a site reports also what it trains for itself in its last rounds, of which a simulation sends nothing

@@ -27,8 +27,7 @@ from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
-from atlas_fl.methods.second_model import SecondModel
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, select, shared_params
 from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
@@ -36,7 +35,7 @@ from atlas_fl.setup.options import (
     fingerprint_options,
     importance_options,
     is_reclustered,
-    parts_of_config,
+    second_part,
     sensitivity_options,
     share_of,
     strategy_of,
@@ -88,20 +87,15 @@ def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOpt
     return replace(options, blocks=blocks_below(options, job.cut, total=outline.blocks))
 
 
-def _second_part(config: Config) -> SecondModel | None:
-    """The part of these settings that has clients train a second model, or go on with their own."""
-    return next((part for part in parts_of_config(config) if isinstance(part, SecondModel)), None)
-
-
 def _is_own(config: Config, job: Job) -> bool:
-    """Return whether this job is to train a model of the client's own, which an anchor pulls."""
+    """Return whether this job is to train a model of the client's own, beside an anchor or a companion."""
     mixing = config.mixing
     return mixing.personal_models or job.options.second_model == mixing.second_model != "none"
 
 
 def _training(config: Config, job: Job, outline: "Outline") -> TrainOptions:
     options = train_options(config, with_images=outline.images)
-    part = _second_part(config)
+    part = second_part(config)
     if part is not None and _is_own(config, job) and not config.mixing.personal_models:
         return replace(options, **part.own_options)
     method = strategy_of(config)
@@ -236,21 +230,31 @@ class JobPolicy:
     def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
         """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
 
-        Class means to pull features to come with it only where the settings align features, an anchor only where a
-        model of one's own trains. A model that no server has made is its client's own. In sums of such models sites
-        hold the anchor against each other's (`SumSite`), so a start is one's own or the initialisation.
+        Class means to pull features to come with it only where the settings align features, an anchor or a companion
+        only where a model of one's own trains, which begins with the weights of the settings. A model that no server
+        has made is its client's own. In sums of such models sites hold the anchor against each other's (`SumSite`), so
+        a start is one's own or the initialisation.
         """
         mixing = self.config.mixing
+        is_second, part = action == "train" and _is_own(self.config, job), second_part(self.config)
+        first = part.initial({}) if is_second and part is not None else {}
+        if first:
+            weights = {key: ReportTensor(shape=(), least=float(one), most=float(one)) for key, one in first.items()}
+            if not is_own:
+                answer_schema.check_tensors(select(job.params, job.params.keys() & first.keys()), weights)
+            job = replace(job, params=select(job.params, job.params.keys() - first.keys()))
         self._check_tensors(job.params, job.cut, what=f"the model of {action}")
         is_first = action == "train" and mixing.secure and mixing.personal_models
         if not is_own:
             self.starts.check(action, job, is_initial=is_first)
         others = dict(job.sent)
-        if action == "train" and _is_own(self.config, job) and (anchor := others.pop("anchor", None)) is not None:
-            self._check_tensors(anchor, None, what="the anchor")
-            if odd := [key for key, tensor in anchor.items() if tensor.shape != job.params[key].shape]:
-                raise _refusal(f"an anchor whose {odd[0]} is {tuple(anchor[odd[0]].shape)}", "the model's own shape")
-            self.starts.check(action, replace(job, params=anchor), is_anchor=True)
+        if is_second:
+            kind = "anchor" if mixing.second_model in ("none", "proximal") else "companion"
+            shared = others.pop(kind, {})
+            self._check_tensors(shared, None, what=f"the {kind}")
+            if odd := [key for key, tensor in shared.items() if tensor.shape != job.params[key].shape]:
+                raise _refusal(f"the {kind} with {odd[0]} {tuple(shared[odd[0]].shape)}", "the model's own shape")
+            self.starts.check(action, replace(job, params=shared), is_anchor=True)
         if others:
             method = strategy_of(self.config)
             allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)

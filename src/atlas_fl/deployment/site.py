@@ -75,7 +75,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, keeps_models, keeps_trees, scale_of, share_of
+from atlas_fl.setup.options import dealing_of, keeps_models, keeps_trees, scale_of, second_part, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -105,7 +105,8 @@ class SiteRuntime:
         self._whole: Params = {}
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
-        store = None
+        store, part = None, second_part(config)
+        weights = {} if part is None else part.initial({})  # a model of one's own has them beside the others
         keeps_parts = not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share))
         if keeps_parts or keeps_trees(config):
             check_store(private, owner)
@@ -114,8 +115,8 @@ class SiteRuntime:
                 folder=private,
                 owner=owner,
                 share=partial(_share, config),
-                names=self._names,
-                draw=self._initial_params,
+                names=lambda cut: self._names(cut).union(weights),
+                draw=lambda ranks: {**self._initial_params(ranks), **weights},
                 scale=scale_of(config),
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
@@ -131,6 +132,8 @@ class SiteRuntime:
             self.tokens = tokenise(client, self.known, config.data)
         self.model = model_identity(self.known, has_weights=self._site is not None)
         self.receiver = model_receiver(self.known, config, is_full=self._is_full, store=store)
+        if store is not None and part is not None and part.role == "companion" and not config.mixing.personal_models:
+            self.receiver.combine = partial(part.combine, gate={})
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import OwnTraining, Part, RoundStart
-from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, ByClient, Params, lora_modules
 from atlas_fl.ranges import Range
 
 
@@ -92,12 +92,18 @@ class SecondModel(Part):
         return self.together(round, own=round.of("second"), shared=round.client_models)
 
     def together(self, round: RoundStart, *, own: ByClient, shared: ByClient) -> ByClient:
-        """Models that clients with one of their own predict with, with the newest gate."""
+        """Models that clients with one of their own predict with, with the newest gate.
+
+        One that is at its client alone is named beside the shared one, and combined with it there.
+        """
         gate = gates(round, own, self.second_gate)
-        return {
-            name: self.combine(own[name], shared[name], gate.get(name, {})) if name in own else params
-            for name, params in round.client_models.items()
-        }
+
+        def both(name: str) -> Params:
+            if self.role == "companion" and PRIVATE in own[name]:
+                return {**shared[name], PRIVATE: own[name][PRIVATE]}
+            return self.combine(own[name], shared[name], gate.get(name, {}))
+
+        return {name: both(name) if name in own else params for name, params in round.client_models.items()}
 
 
 def gates(round: RoundStart, models: ByClient, kind: str) -> ByClient:

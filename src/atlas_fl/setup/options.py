@@ -19,6 +19,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
+from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.rng import generator
@@ -76,6 +77,11 @@ def method_values(config: Config) -> dict[str, Any]:
     """Values of this config's settings that methods are made from, by name."""
     computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
     return {**knob_values(config), **settings_for(config, StrategyOptions), **vars(config.server), **computed}
+
+
+def second_part(config: Config) -> SecondModel | None:
+    """The part of these settings that has clients train a second model, or go on with their own."""
+    return next((part for part in parts_of_config(config) if isinstance(part, SecondModel)), None)
 
 
 def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tuple[str, ...]:

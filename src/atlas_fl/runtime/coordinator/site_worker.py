@@ -1,7 +1,7 @@
 """The client loop of a site: register, run jobs, save the final model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.job import Job
@@ -125,6 +125,7 @@ class SiteClient:
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
+            model = self.receiver.predicting(model)
             sha256 = str(head.get("sha256"))
             self.on_final_model(model, sha256)
             if not confirm_saved(self.link, sha256):
@@ -158,6 +159,8 @@ class SiteClient:
             beside = action == "train" and job.options.second_model != "none"
             self.on_event(PhaseStarted(f"{action}{' a model of its own' if beside else on}, {when}"))
             self.policy.check_model(action, job, is_own=self.receiver.is_own)
+            if action == "evaluate":
+                job = replace(job, params=self.receiver.predicting(job.params))
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
                 (update,) = ACTIONS[action]([job], site)

@@ -198,6 +198,8 @@ class Receiver:
     """The last model trained here is held too, whose scores a server may ask for."""
     compresses: bool = False
     """Trained tensors are sent as their change in few bytes, unless there is a mask."""
+    combine: Callable[[Params, Params], Params] | None = None
+    """Makes the model that this end predicts with of its own and of the shared one; None where it has one model."""
     trains_heads: bool = False
     """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     held: dict[str, Params] = field(default_factory=dict)
@@ -217,17 +219,20 @@ class Receiver:
         action, job, cut_info = messages.read_job(head, params, client=client)
         kept: dict[str, Params] = {}
         if self.store is not None:
-            self._opened = params, messages.read_private(head)
+            reference = messages.read_private(head)
+            self._opened = params, reference
             named = dict(messages.read(KeptTrees, head.get("kept", ()), "the server's job: kept"))
-            reference = self._opened[1]
             own = [] if reference is None or reference.sha256 is None else [reference.sha256]
             self.store.use([*own, *named.values()], job.round)
             kept = {kind: self.store.tree(kind, sha256) for kind, sha256 in named.items()}
-            job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
+            is_pair = self.combine is not None and reference is not None and bool(params)
+            if not is_pair:
+                job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
             hidden = {*unshared_keys(job.params, self.store.share(job))}
-            # scores of a whole model show nothing of it, and those beside tensors of the server's choice do
-            is_scored = action == "evaluate" and not params
-            if not is_scored and not job.params.keys() - params.keys() <= hidden:
+            # scores of a whole model show nothing of it, and those beside tensors of the server's choice do, unless
+            # these are the shared model (`predicting`), which the policy holds against what honest rounds produce
+            is_scored = action == "evaluate" and (not params if self.combine is None else is_pair)
+            if not is_scored and (is_pair or not job.params.keys() - params.keys() <= hidden):
                 raise ProtocolError(
                     f"the server asks for {action} of a model that never leaves this site, whose answer would show it;"
                     " nothing was sent: ask who runs it"
@@ -245,6 +250,13 @@ class Receiver:
         """The newest job's model is the client's own: nothing of it came."""
         params, reference = self._opened
         return reference is not None and not params
+
+    def predicting(self, params: Params) -> Params:
+        """The model of an evaluation or of the end of the run: this one, or combined with the own one that is named."""
+        reference = self._opened[1]
+        if self.store is None or self.combine is None or reference is None or reference.sha256 is None:
+            return params
+        return self.combine(self.store.own_model(reference.sha256, params), params)
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """The message with this update: its shared part and the name of the rest, under a mask the masked values."""
@@ -271,14 +283,15 @@ class Receiver:
         return compression.compress(trained, job.params) if self.compresses else trained
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The client's own model at the end of the run; empty where there is none."""
+        """The client's model at the end of the run, to which `predicting` adds its own; empty where there is none."""
         if not head.get("model"):
             return {}
         model = self._model(head, tensors)
         if self.store is None:
             return model
         private = messages.read_private(head)
-        whole = self.store.whole(model, private, cut=None, round=0)
+        self._opened = model, private
+        whole = model if self.combine else self.store.whole(model, private, cut=None, round=0)
         self.store.end(private)
         return whole
 

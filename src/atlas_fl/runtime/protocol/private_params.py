@@ -172,6 +172,13 @@ class PrivateParamStore:
             update = replace(update, loaded=digest(seen_by_server))
         return update, private
 
+    def own_model(self, sha256: str, shared: Params) -> Params:
+        """The client's own model of this digest; raises `ModelError` where it is not one beside this shared model."""
+        own = self._read(sha256)
+        if own.keys() != self.names(None) or any(own[key].shape != tensor.shape for key, tensor in shared.items()):
+            raise _other_kind("a model beside the shared one")
+        return own
+
     def use(self, versions: Iterable[str], round: int) -> None:
         """Record that a job names these versions, all of them before one that it does not name may be removed."""
         if named := [sha256 for sha256 in versions if self._file(sha256).exists()]:
