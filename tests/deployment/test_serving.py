@@ -49,7 +49,7 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["ditto", "mr_mtl", "fedamp"])
+@pytest.mark.parametrize("strategy", ["ditto", "apfl", "feddpa", "mr_mtl", "fedamp"])
 def test_models_of_ones_own_are_of_those_who_are_there_at_first(strategy: str) -> None:
     config = validate(with_values(Config(), {"strategy": strategy, "ranks": "4"}))
     with pytest.raises(ConfigError, match="has clients train models of their own, and late ones may join; say --no-"):
@@ -78,6 +78,23 @@ def test_own_models_in_secure_sums_begin_with_what_every_site_can_draw() -> None
     given = {"strategy": "mr_mtl", "ranks": "4", "secure": True, "init_adapter": "somewhere"}
     with pytest.raises(ConfigError, match="an initialisation that they draw themselves, and --init-adapter somewhere"):
         check_served(validate(with_values(Config(), given)), replace(SERVICE, late=False))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "fedalt_fixed"}, "--personal-models and --second-model stacked a site would score models of"),
+        (
+            {"strategy": "feddpa", "space": "factors", "secure": True, "personal_rounds": 2, "rounds": 4},
+            "predicts with the shared model, which each site keeps to itself after --personal-rounds 2 in secure sums",
+        ),
+    ],
+)
+def test_two_models_predict_together_where_the_server_has_the_shared_one_alone(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_served(validate(with_values(Config(), {"ranks": "4", **values})), replace(SERVICE, late=False))
 
 
 @pytest.mark.parametrize("strategy", ["kriging", "atlas", "mta", "stb", "fedpac", "classifier_collaboration"])

@@ -1,4 +1,4 @@
-"""Models that never leave their sites (Ditto, MR-MTL): what a site says of them, and a server that asks for one."""
+"""Models that never leave their sites (Ditto, MR-MTL, APFL): what a site says, and a server that asks for one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,12 +9,13 @@ import torch
 
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import DataError
+from atlas_fl.methods.apfl import WEIGHT
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.protocol.messages import SENT, read_sent, write_packed, write_trees
 from atlas_fl.runtime.protocol.model_sync import model_name
 from tests.hostile.federation import federate
-from tests.hostile.servers import Recording, branch, lie_to, record
+from tests.hostile.servers import Ended, Lie, Recording, branch, lie_to, record
 from tests.runs.reading import passing_audit, state
 
 TWO = ("movie-0", "movie-1")
@@ -26,6 +27,17 @@ GIVEN = {"strategy": "ditto", "ranks": "4", "clients_per_task": 2, "rounds": 2, 
 def usual(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
     made = shared_config(tasks="movie", pack_tokens=1, name="ditto", **GIVEN)
     found = record(made, tmp_path_factory.mktemp("ditto"), TWO, how={"late": False})
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    return found
+
+
+@pytest.fixture(scope="module", params=["apfl", "feddpa"])
+def paired(
+    request: pytest.FixtureRequest, shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
+) -> Recording:
+    """Sites that predict with a model of their own and the shared one together."""
+    made = shared_config(tasks="movie", pack_tokens=1, name=request.param, **{**GIVEN, "strategy": request.param})
+    found = record(made, tmp_path_factory.mktemp(request.param), TWO, how={"late": False})
     assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
     return found
 
@@ -56,7 +68,7 @@ def named(head: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
 
 def is_second(head: Mapping[str, Any]) -> bool:
-    return head.get("action") == "train" and head["options"]["second_model"] == "proximal"
+    return head.get("action") == "train" and head["options"]["second_model"] != "none"
 
 
 @pytest.mark.core
@@ -127,6 +139,134 @@ def test_an_anchor_is_of_the_second_model_and_of_its_shapes(
 
     ended = lie_to(usual.spoken["movie-0"], lie, tmp_path, "movie-0", certs=usual.folder / "certs" / "movie-0")
     assert line in ended.error and not ended.said_after
+
+
+def own_one(head: Mapping[str, Any]) -> bool:
+    """Whether this job names a model of the site's own."""
+    return head.get("private") is not None and head["private"]["sha256"] is not None
+
+
+def turned(found: Recording, lie: Lie, folder: Path) -> Ended:
+    """How the first site ends whose server says this."""
+    return lie_to(found.spoken["movie-0"], lie, folder, "movie-0", certs=found.folder / "certs" / "movie-0")
+
+
+def said_to(found: Recording, wanted: Callable[[Mapping[str, Any]], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first such message that the first site had."""
+    return next((dict(head), dict(tensors)) for _, (head, tensors) in found.spoken["movie-0"].turns if wanted(head))
+
+
+@pytest.mark.core
+def test_of_two_models_that_predict_together_the_shared_one_alone_travels(paired: Recording) -> None:
+    shared = {*first_start(paired)}
+    for name in TWO:
+        turns = paired.spoken[name].turns
+        scored = [head for _, (head, _) in turns if head.get("action") == "evaluate" and own_one(head)]
+        assert len(scored) == 4 and all(head["private"]["ranks"] == [] for head in scored)  # two splits, two rounds
+        asked = [(head["beside"], len(tensors)) for _, (head, tensors) in turns if is_second(head) and own_one(head)]
+        assert asked == [(["companion"], 0)]
+        second = {head["number"] for _, (head, _) in turns if is_second(head)}
+        said = [said for (said, _) in turns if said[0].get("kind") == "result"]
+        assert all({*tensors} == {"metrics"} for head, tensors in said if head["number"] in second) and len(second) == 2
+        trained = [tensors for _, tensors in said if {*tensors} != {"metrics"}]
+        assert len(trained) == 2 and all({*one} == {"metrics", *(f"param/{key}" for key in shared)} for one in trained)
+    first, second = (paired.whole[name]["head.classifier.weight"] for name in TWO)
+    assert (first - second).abs().max() > 1e-4
+    passing_audit(paired.found.folder)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("with_shared", [False, True], ids=["alone", "beside the shared one"])
+def test_a_model_of_ones_own_is_trained_as_none_that_leaves(
+    paired: Recording, tmp_path: Path, with_shared: bool
+) -> None:
+    own = said_to(paired, lambda head: is_second(head) and own_one(head))[0]["private"]
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != "train" or is_second(head) or head["round"] != 2:
+            return None
+        if with_shared:
+            return {**head, "private": {**own, "ranks": []}}, tensors
+        return {**named(head, {}), "private": own}, {}
+
+    ended = turned(paired, lie, tmp_path)
+    assert "asks for train of a model that never leaves this site" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+def test_a_model_of_ones_own_is_scored_beside_the_whole_shared_one_alone(paired: Recording, tmp_path: Path) -> None:
+    """By itself no honest server asks for it; tensors beside it are as those of any model that is scored."""
+    own = said_to(paired, lambda head: is_second(head) and own_one(head))[0]["private"]
+    head_alone = {key: one for key, one in first_start(paired).items() if key.startswith("head.")}
+    far = {key: one + 100.0 if key.startswith("head.") else one for key, one in first_start(paired).items()}
+    cut = {key: one[:1] if key.endswith("lora_A") else one[:, :1] for key, one in far.items() if "lora" in key}
+    other = {**first_start(paired), **{key: one.contiguous() for key, one in cut.items()}}
+    for place, (params, private, line) in enumerate(
+        [
+            ({}, own, "asks for evaluate of a model that never leaves this site"),
+            (head_alone, None, "the model of evaluate lacks"),
+            (far, None, "times as far from this site's last model as its own training moves it; allowed: 300"),
+            (other, None, "names as a model beside the shared one what is none"),
+        ]
+    ):
+
+        def lie(
+            head: dict[str, Any],
+            _: dict[str, Any],
+            params: Params = params,
+            private: Any = private,
+        ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+            if head.get("action") != "evaluate" or not own_one(head):
+                return None
+            return {**named(head, params), "private": private or head["private"]}, dict(params)
+
+        ended = turned(paired, lie, tmp_path / str(place))
+        assert line in ended.error
+        assert not [message for message in ended.said_after if message[0]["kind"] != "failed"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (False, r"asks for train in round 2 with ['companion'] beside the model"),
+        (True, "asks for the companion with encoder.layer.0.attention.self.query.lora_A (1, 32)"),
+        (None, "the companion lacks 'encoder.layer.0"),
+    ],
+    ids=["beside the shared model", "of another rank", "none"],
+)
+def test_a_companion_is_of_the_second_model_and_of_its_shapes(
+    paired: Recording, tmp_path: Path, second: bool | None, line: str
+) -> None:
+    shared = first_start(paired)
+    cut = {key: one[:1] if key.endswith("lora_A") else one[:, :1] for key, one in shared.items() if "lora" in key}
+    other = {**shared, **{key: one.contiguous() for key, one in cut.items()}}
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != "train" or head["round"] != 2 or is_second(head) is (second is False):
+            return None
+        beside = {} if second is None else write_trees(SENT, {"companion": other if second else shared})
+        model = {key: one for key, one in tensors.items() if not key.startswith(SENT)}
+        return {**head, "beside": []}, {**model, **beside}
+
+    ended = turned(paired, lie, tmp_path)
+    assert line in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("paired", ["apfl"], indirect=True)
+def test_the_weight_of_a_model_of_ones_own_begins_as_the_settings_say(paired: Recording, tmp_path: Path) -> None:
+    """A server that chose it anew would score its own model, or the site's."""
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if not (is_second(head) and not own_one(head)):
+            return None
+        whole = {**first_start(paired), WEIGHT: torch.tensor(1.0)}
+        shared = {key: one for key, one in tensors.items() if key.startswith(SENT)}
+        return named(head, whole), {**whole, **shared}
+
+    ended = turned(paired, lie, tmp_path)
+    assert f"'{WEIGHT}' holds values from 1 to 1; allowed: 0.5 to 0.5" in ended.error and not ended.said_after
 
 
 @pytest.mark.core

@@ -236,24 +236,22 @@ class JobPolicy:
         a start is one's own or the initialisation.
         """
         mixing = self.config.mixing
-        is_second, part = action == "train" and _is_own(self.config, job), second_part(self.config)
-        first = part.initial({}) if is_second and part is not None else {}
-        if first:
+        part = second_part(self.config) if action == "train" and _is_own(self.config, job) else None
+        if part is not None and (first := part.initial({})):
             weights = {key: ReportTensor(shape=(), least=float(one), most=float(one)) for key, one in first.items()}
             if not is_own:
                 answer_schema.check_tensors(select(job.params, job.params.keys() & first.keys()), weights)
-            job = replace(job, params=select(job.params, job.params.keys() - first.keys()))
+            job = replace(job, params={key: tensor for key, tensor in job.params.items() if key not in first})
         self._check_tensors(job.params, job.cut, what=f"the model of {action}")
         is_first = action == "train" and mixing.secure and mixing.personal_models
         if not is_own:
             self.starts.check(action, job, is_initial=is_first)
         others = dict(job.sent)
-        if is_second:
-            kind = "anchor" if mixing.second_model in ("none", "proximal") else "companion"
-            shared = others.pop(kind, {})
-            self._check_tensors(shared, None, what=f"the {kind}")
+        if part is not None:
+            shared = others.pop(part.role, {})
+            self._check_tensors(shared, None, what=f"the {part.role}")
             if odd := [key for key, tensor in shared.items() if tensor.shape != job.params[key].shape]:
-                raise _refusal(f"the {kind} with {odd[0]} {tuple(shared[odd[0]].shape)}", "the model's own shape")
+                raise _refusal(f"the {part.role} with {odd[0]} {tuple(shared[odd[0]].shape)}", "the model's own shape")
             self.starts.check(action, replace(job, params=shared), is_anchor=True)
         if others:
             method = strategy_of(self.config)

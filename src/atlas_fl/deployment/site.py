@@ -132,7 +132,7 @@ class SiteRuntime:
             self.tokens = tokenise(client, self.known, config.data)
         self.model = model_identity(self.known, has_weights=self._site is not None)
         self.receiver = model_receiver(self.known, config, is_full=self._is_full, store=store)
-        if store is not None and part is not None and part.role == "companion" and not config.mixing.personal_models:
+        if store is not None and part is not None and part.role == "companion":
             self.receiver.combine = partial(part.combine, gate={})
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:

@@ -16,6 +16,8 @@ from atlas_fl.params import ByClient, TreesByClient
 class PersonalModels(FedDpa):
     """`--personal-models`: the server's mixture goes beside a client's own model."""
 
+    role = "anchor"
+
     @property
     def _is_stacked(self) -> bool:
         return self.options.second_model == "stacked"

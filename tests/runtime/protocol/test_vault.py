@@ -151,6 +151,18 @@ def test_what_is_kept_beside_a_model_goes_by_its_kind_and_stays_while_it_is_name
     assert {path.stem for path in vault.folder.glob("*.safetensors")} == {part, name}
 
 
+def test_what_predicts_beside_a_shared_model_is_a_whole_one_of_its_shapes(tmp_path: Path) -> None:
+    vault = vault_in(tmp_path)
+    whole = private_digest(step(vault, begun(ONES, ()))[2].params)
+    assert whole is not None and vault.own_model(whole, draw(ONES)).keys() == NAMES
+    owed = vault.keep_tree("residual", draw(ONES), 1)
+    part = private_digest(step(vault_in(tmp_path, "A"), begun(ONES))[2].params)
+    assert part is not None
+    for name, shared in ((owed, ONES), (part, ONES), (whole, {"a": 2, "b": 1})):
+        with pytest.raises(ModelError, match="names as a model beside the shared one what is none; nothing was sent"):
+            vault.own_model(name, draw(shared))
+
+
 def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> None:
     vault = vault_in(tmp_path, "A")
     model = step(vault, begun(ONES))[2].params
