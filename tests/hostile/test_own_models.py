@@ -102,6 +102,19 @@ def test_a_server_that_has_it_trained_as_the_shared_model_is_refused(usual: Reco
 
 
 @pytest.mark.core
+def test_a_model_of_ones_own_is_named_beside_no_whole_one_of_the_server(usual: Recording, tmp_path: Path) -> None:
+    own = said_to(usual, lambda head: is_second(head) and own_one(head))[0]["private"]
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        is_shared = head.get("action") == "train" and head["round"] == 2 and not is_second(head)
+        return ({**head, "private": {**own, "ranks": []}}, tensors) if is_shared else None
+
+    ended = turned(usual, lie, tmp_path)
+    assert "the server names as a part of the model what is none" in ended.error
+    assert [head["kind"] for head, _ in ended.said_after] == ["failed"]
+
+
+@pytest.mark.core
 def test_no_tensors_of_the_server_are_scored_in_a_model_of_ones_own(usual: Recording, tmp_path: Path) -> None:
     """Their scores would be measurements of the rest."""
     part = {key: torch.zeros_like(one) for key, one in first_start(usual).items() if key.startswith("head.")}

@@ -131,14 +131,15 @@ class PrivateParamStore:
         if reference.sha256 is None:
             return {**select(self.draw(_ranks(missing, sent, reference.ranks)), sorted(missing)), **sent}
         stored = self._read(reference.sha256)
-        if not stored.keys() <= self.names(None):
-            raise _other_kind("a part of the model")
         self._record([reference.sha256], round)
         ranks = _ranks(missing, sent, reference.ranks)
         if stored.keys() == missing and all(_rank(key, own) == ranks.get(_module(key)) for key, own in stored.items()):
             return {**stored, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
-        expanded = expand_rank(self.draw(ranks), stored, self.scale)
+        fresh = self.draw(ranks)
+        if not stored.keys() <= fresh.keys():
+            raise _other_kind("a part of the model")
+        expanded = expand_rank(fresh, stored, self.scale)
         lost = sorted(key for key in missing if key not in stored and not key.endswith(LORA_A))
         if lost:
             raise ModelError(f"{lost[0]} is neither here nor sent; install the server's version of atlas-fl")
