@@ -138,7 +138,7 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
         "calibration",
         "FedAvg",
         "steps",
-        "guess",
+        "gain",
         "coxon",
         "worse",
         "equal",

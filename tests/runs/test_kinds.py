@@ -211,7 +211,7 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
     shares = {row["client"]: row["majority"] for row in measured if row.get("split") == "test" and "majority" in row}
     for client, words in zip(fed.sites, said, strict=True):
         line = f"score on test, round {config.training.rounds}: {clients[client]['final']['test']['primary']:.3f}"
-        line += f" (commonest class: {shares[client]:.3f})\n" if client in shares else "\n"
+        line += f" (majority class: {shares[client]:.3f})\n" if client in shares else "\n"
         assert (line in words) is (f"{client}=" not in config.split.split)  # behind a cut the server has the head
 
 

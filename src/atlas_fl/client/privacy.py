@@ -140,5 +140,5 @@ def privacy_note(examples: Collection[int], options: TrainOptions) -> tuple[str,
         f" by noise of {_ends(noise)} times --clip; validation and test examples are not covered"
     )
     few = f"{min(examples)} training examples are too few for --dp example (delta {delta[-1]}): noise hides what"
-    few += " they have in common too; bring some hundreds, or expect the score of always saying the commonest class"
+    few += " they have in common too; bring some hundreds, or expect the score of always saying the majority class"
     return (budget, few) if min(examples) < LEAST_EXAMPLES else (budget,)

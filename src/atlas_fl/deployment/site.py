@@ -401,7 +401,7 @@ def _work(
         pay_run(account, f"{run} {of_server}", cost_of_run(settings), delta=delta, most=joining.epsilon or 0.0)
     examples = len(client.train)
     shares = {split: majority(rows) for split, rows in client.splits.items() if client.task.metric_name == "accuracy"}
-    baselines = {f" on {split}": f" (commonest class: {share:.3f})" for split, share in shares.items() if share}
+    baselines = {f" on {split}": f" (majority class: {share:.3f})" for split, share in shares.items() if share}
     worker = SiteClient(
         name=name,
         load_site=home,

@@ -49,7 +49,7 @@ METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
         "worst client": lambda row: plain(row.statistics.worst_client),
         "lowest third": lambda row: plain(row.statistics.lowest_third),
         "devi-\nation": lambda row: plain(row.variance_in_tasks and row.variance_in_tasks**0.5),
-        "over guess": lambda row: plain(row.gain_over_majority, sign=True),
+        "gain": lambda row: plain(row.gain_over_majority, sign=True),
         "hurt: local": lambda row: plain(row.statistics.hurt, 2),
         "hurt: FedAvg": lambda row: plain(row.hurt_by_average, 2),
         "hurt: control": lambda row: plain(row.hurt_by_control, 2),
@@ -90,7 +90,7 @@ PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
 
 NOTES = {
     "Scores": "test scores, means over clients and seeds",
-    "Clients": "deviation: of clients in a task; over guess: over the commonest class; hurt: share of clients below it",
+    "Clients": "deviation: of clients in a task; gain: over the majority class; hurt: share of clients below it",
     "Probabilities": "test loss: cross-entropy in nats for classes; calibration error: by Guo et al. 2017",
     "Costs": (
         "below whole: bytes saved against whole models; client steps: optimizer steps of all clients, with second"
