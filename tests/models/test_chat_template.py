@@ -79,6 +79,16 @@ def test_an_example_is_the_text_of_its_template(tokenizer) -> None:
     assert prompts.target_mask is None
 
 
+@pytest.mark.parametrize(
+    ("closing", "end"),
+    [("<|endoftext|>\n", "<|endoftext|>"), ("<|im_end|>\n<|endoftext|>", "<|im_end|>"), ("\n\n", None)],
+)
+def test_an_answer_to_a_prompt_ends_with_the_mark_behind_answers(tokenizer, closing: str, end: str | None) -> None:
+    template = ChatTemplate(tokenizer, UNMARKED.replace("<e>\n", closing))
+    prompts = TextEncoder(tokenizer=tokenizer, max_length=200).chat_prompts([json.dumps(TWO_TURNS)], template)
+    assert prompts.ends == (() if end is None else (tokenizer.convert_tokens_to_ids(end),))
+
+
 def test_the_tokenizers_own_template_is_taken_where_none_is_given(tokenizer) -> None:
     own = type(tokenizer)(
         tokenizer_object=tokenizer.backend_tokenizer, chat_template=UNMARKED, eos_token="<|endoftext|>"

@@ -69,6 +69,20 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
         assert message in capsys.readouterr().err
 
 
+def test_an_answer_ends_with_its_turn_where_the_end_of_text_is_another_token(
+    chats: Config, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    """So it is with Gemma, Phi-3, and Qwen's models that are not tuned to chat."""
+    template = (tmp_path / "own.jinja").read_text().replace("eos_token", "'<|endoftext|>'")
+    (tmp_path / "own.jinja").write_text(template)
+    tokenizer = AutoTokenizer.from_pretrained(chats.model.model)
+    assert tokenizer.eos_token == "<|im_end|>"
+    config = with_values(chats, {"strategy": "local", "alone": "none", "new_tokens": 6})
+    found = evaluate_run(finished(config).folder)
+    assert {answer.answers["federated"] for answer in found.answers} == {"ja", "si"}
+    assert found.mean("federated", "exact_match") == 1
+
+
 @pytest.mark.core
 def test_choices_are_as_likely_as_stock_transformers_and_peft_find_them(
     chats: Config, finished: FinishedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +25,7 @@ from atlas_fl.params import Params, Split
 
 @torch.inference_mode()
 def write(prompts: EncodedExamples, params: Params, site: Site, *, new_tokens: int) -> list[str]:
-    """One client's texts after its prompts, at most `new_tokens` tokens each, up to the end-of-text token.
+    """One client's texts after its prompts, at most `new_tokens` tokens each, up to the end of text or of a turn.
 
     Client after client and not in packs, whose attention keeps no keys and values: without a cache every token would
     cost a pass over its whole text.
@@ -32,30 +33,33 @@ def write(prompts: EncodedExamples, params: Params, site: Site, *, new_tokens: i
     placed = {key: tensor.to(site.backbone.device) for key, tensor in params.items()}
     rows = [prompts.ids[a:b].tolist() for a, b in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True)]
     write_rows = _stock_written if site.backbone.family.stock else _greedy
+    ends = [site.backbone.tokenizer.eos_token_id, *prompts.ends]
     size = max(1, site.max_tokens // (max(map(len, rows)) + new_tokens))
     written = [
         ids
         for start in range(0, len(rows), size)
-        for ids in write_rows(rows[start : start + size], placed, site, new_tokens)
+        for ids in write_rows(rows[start : start + size], placed, site, new_tokens, ends)
     ]
     tokenizer = site.backbone.tokenizer
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
+    kept = [takewhile(lambda token: token not in ends, ids) for ids in written]
+    return [tokenizer.decode([*ids], skip_special_tokens=True).strip() for ids in kept]
 
 
-def _stock_written(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:
+def _stock_written(
+    rows: list[list[int]], params: Params, site: Site, new_tokens: int, ends: list[int]
+) -> list[list[int]]:
     """The texts of a model on the stock path."""
     row = [Segment(start=0, stop=len(rows))]
     with (
         attach_adapters(site.modules, Adapters(clients=[params], segments=row, sequences=row, scale=site.scale)),
         site.autocast(),
     ):
-        written = generate(site.backbone, rows, new_tokens=new_tokens)
-    return [_until(site.backbone.tokenizer.eos_token_id, ids) for ids in written]
+        return generate(site.backbone, rows, new_tokens=new_tokens, ends=ends)
 
 
-def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:
+def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int, ends: list[int]) -> list[list[int]]:
     """The likeliest next token of every text, again and again, until all have ended or are long enough."""
-    backbone, end = site.backbone, site.backbone.tokenizer.eos_token_id
+    backbone = site.backbone
     ids, mask = pad_left(rows, device=backbone.device)
     # The prompts go through first as a whole, and then a token of each text at a time.
     whole, single = Segment(start=0, stop=ids.numel()), Segment(start=0, stop=len(rows))
@@ -66,14 +70,12 @@ def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) 
         while len(written) < new_tokens and not ended.all():
             read, cache = decode_step(backbone, ids, mask, cache)
             largest, token = head_logits(backbone, params, read).float().max(-1)  # (texts,)
-            ended |= (token == end) | ~largest.isfinite()  # to NaN there is no next token
-            written.append(token.masked_fill(ended, end))
+            ended |= torch.isin(token, torch.tensor(ends, device=token.device))
+            ended |= ~largest.isfinite()  # to NaN there is no next token
+            written.append(token.masked_fill(ended, ends[0]))
             ids, mask = written[-1][:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
-    return [_until(end, row) for row in torch.stack(written, dim=1).tolist()]
-
-
-def _until(end: int, row: Sequence[int]) -> list[int]:
-    return list(row[: row.index(end)] if end in row else row)
+    rows_written: list[list[int]] = torch.stack(written, dim=1).tolist()
+    return rows_written
 
 
 @torch.inference_mode()

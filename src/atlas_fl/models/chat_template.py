@@ -45,6 +45,11 @@ class ChatTemplate:
         """A conversation, as JSON, without its last answer and with the opening of one."""
         return self._render(json.loads(chat)[:-1], add_generation_prompt=True)[0]
 
+    def closing(self, chat: str) -> str:
+        """The text behind the last answer of a conversation, given as JSON."""
+        last = {"role": "assistant", "content": "."}
+        return self._render([*json.loads(chat)[:-1], last])[0].rpartition(".")[2]
+
     def answers(self, chat: str) -> tuple[str, list[Span]]:
         """(a conversation, given as JSON, and where in it every answer stands with its end).
 

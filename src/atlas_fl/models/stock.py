@@ -174,9 +174,9 @@ def padding_id(backbone: Backbone) -> int:
     return int(backbone.tokenizer.pad_token_id if own is None else own)
 
 
-def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int) -> list[list[int]]:
-    """The likeliest tokens after every prompt, by the stock model's own `generate`."""
-    tokenizer, model = backbone.tokenizer, backbone.model
+def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int, ends: list[int]) -> list[list[int]]:
+    """The likeliest tokens after every prompt up to one of `ends`, by the stock model's own `generate`."""
+    model = backbone.model
     ids, mask = pad_left(rows, device=backbone.device)
     ids = ids.masked_fill(mask == 0, padding_id(backbone))
     config = transformers.GenerationConfig(
@@ -184,7 +184,7 @@ def generate(backbone: Backbone, rows: list[list[int]], *, new_tokens: int) -> l
         do_sample=False,
         num_beams=1,
         use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends,
         pad_token_id=padding_id(backbone),
         decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
     )

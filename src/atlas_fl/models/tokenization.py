@@ -37,6 +37,8 @@ class EncodedExamples:
     """(the split that these were taken from, their indices in it, (n,) int64); None of a split itself."""
     rejected: "EncodedExamples | None" = None
     """The rejected answers to the same prompts, `n` examples; only of a split whose preferences are learned."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer to these prompts, beside the end of text."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -243,7 +245,11 @@ class TextEncoder:
     def chat_prompts(self, chats: Sequence[str], template: ChatTemplate) -> EncodedExamples:
         """Conversations (JSON) up to the opening of their last answers, with nothing to be predicted."""
         whole = self._token_ids([template.prompt(chat) for chat in chats], add_special_tokens=False)
-        return _prompts([_cut(ids, self.max_length, self.truncate or "head") for ids in whole], whole)
+        prompts = _prompts([_cut(ids, self.max_length, self.truncate or "head") for ids in whole], whole)
+        # many models end a turn with a token of its own, such as <end_of_turn>
+        (closing,) = self._token_ids([template.closing(chats[0])], add_special_tokens=False)
+        marks = [token for token in closing if token in self.tokenizer.added_tokens_decoder]
+        return replace(prompts, ends=tuple(marks[:1]))
 
     def choices(
         self, prompts: EncodedExamples, contexts: Sequence[str], choices: Sequence[Sequence[str]]

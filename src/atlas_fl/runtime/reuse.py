@@ -132,5 +132,8 @@ def prefix_key(site: Site) -> str:
 def _tokens_key(data: ClientTokens) -> str:
     task = (data.task.name, data.task.num_labels, data.task.metric, data.task.label_names, data.task.positive)
     splits = [f"{split} {rows.digest}" for split, rows in sorted(data.splits.items())]
-    prompts = [f"{split} {own.encoded.digest} {own.references!r}" for split, own in sorted(data.prompts.items())]
+    prompts = [
+        f"{split} {own.encoded.digest} {own.encoded.ends} {own.references!r}"
+        for split, own in sorted(data.prompts.items())
+    ]
     return repr((task, splits, prompts))
