@@ -26,6 +26,7 @@ from tests.runs.federation import Federation
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, same_tensors, state
+from tests.runs.test_exports import load_by_card
 
 
 @pytest.mark.core
@@ -81,6 +82,22 @@ def test_an_answer_ends_with_its_turn_where_the_end_of_text_is_another_token(
     found = evaluate_run(finished(config).folder)
     assert {answer.answers["federated"] for answer in found.answers} == {"ja", "si"}
     assert found.mean("federated", "exact_match") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_of_a_card_ask_what_the_federation_learned(
+    chats: Config, finished: FinishedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the task's own template, which no tokenizer of the base has."""
+    folder = finished(chats).folder
+    answer = generate(folder, "abcdab", client="ja", new_tokens=16)
+    merged = export_client(folder, client="ja", to=tmp_path / "merged", form="merged")
+    capsys.readouterr()
+    for exported in (folder / "adapters" / "ja", merged):
+        load_by_card(exported, "abcdab")
+        assert capsys.readouterr().out.strip() == answer
+        assert (exported / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+    assert AutoTokenizer.from_pretrained(merged).chat_template
 
 
 @pytest.mark.core

@@ -423,7 +423,8 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     a regression's labels), and `distance`: half the L1 distance (total variation, 0 to 1) of the client's training
     mix to that of all clients of its task; absent for a regression, as `majority` is. Of several labels a row, `labels`
     are the examples that have each, and `cardinality` is the mean number of an example's labels. Of texts to be
-    written, `words` (mean and standard deviation over texts) stand in the place of `labels`.
+    written, `words` (mean and standard deviation over texts) stand in the place of `labels`, and of conversations
+    `chat` and `template` say so.
     """
     classified = [client for client in clients if client.task.has_classes and not client.task.multilabel]
     mixes = {name: np.sum([_counts(one) for one in peers], axis=0) for name, peers in _by_task(classified).items()}
@@ -487,6 +488,7 @@ def _row(client: ClientData, mixes: Mapping[str, Any]) -> dict[str, Any]:
         return {**row, "labels": labels, "cardinality": sum(positives) / len(label)}
     if not client.task.has_classes:
         kind = "words" if client.task.writes else "labels"
+        row |= {"chat": True, "template": client.task.template} if client.task.chat else {}
         return {**row, kind: {"mean": float(label.mean()), "std": float(label.std())}}
     label_counts, everyone = _counts(client), mixes[client.task.name]
     return {

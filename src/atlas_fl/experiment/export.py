@@ -34,6 +34,7 @@ from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models import gguf_adapter, loading, peft_io, registry
 from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.chat_template import TEMPLATES
 from atlas_fl.models.files import hub_name, is_local
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
@@ -46,6 +47,8 @@ from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 CARD = "README.md"
+TEMPLATE = "chat_template.jinja"
+"""The chat template of a task that has one of its own, where transformers looks for it."""
 Form: TypeAlias = Literal["adapter", "merged", "gguf"]
 """An adapter beside its base, in its base, or beside its base in llama.cpp."""
 PIPELINES = {
@@ -292,6 +295,7 @@ def export_model(
         kind = "whole model" if form == "merged" else "GGUF adapter"
     stock = loading.read_config(config.model.model, base)
     auto = auto_class(stock, writes=writes)
+    template = statistics.get("template")
     named = hub_name(base)  # a folder of this machine's cache means nothing on another one
     card = _card().render(
         kind=kind,
@@ -302,6 +306,8 @@ def export_model(
         hub_base=named if named != base or not is_local(base) else None,  # a cached one is asked for nowhere
         images=family.images,
         writes=writes,
+        chat=statistics.get("chat", False),
+        template=template,
         labels=labels,
         max_length=config.data.max_length or Task.max_length,
         multilabel=multilabel,
@@ -324,6 +330,8 @@ def export_model(
         else:
             loading.save_classifier(backbone, params, draft, labels=labels, multilabel=multilabel)
         folder_access.write_atomic(draft / CARD, card.encode())
+        if template is not None:
+            folder_access.write_atomic(draft / TEMPLATE, TEMPLATES.get(template, template).encode())
     return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
 
 
