@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from atlas_fl.data.task import Rows, Source, Task
 from atlas_fl.data.user_files import parse_tasks
@@ -49,12 +50,17 @@ FORMS = {
     "after-the-last-answer": ({"messages": [*TURNS, {"role": "user", "content": "bye"}]}, "chat=messages"),
     "sharegpt": ({"conversations": SHAREGPT}, "chat=sharegpt"),
     "alpaca": ({"instruction": "Hi {i}", "input": None, "output": "Yo {i}"}, "chat=alpaca"),
+    "alpaca-without-input": ({"instruction": "Hi {i}", "output": "Yo {i}"}, "chat=alpaca"),
     "completion": ({"prompt": "Hi {i}", "completion": "Yo {i}"}, "chat=completion"),
     "completion-of-messages": ({"prompt": [USER], "completion": [ANSWER]}, "chat=completion"),
     "renamed": ({"ask": "Hi {i}", "say": "Yo {i}"}, "chat=completion:ask:say"),
     "preference": ({"prompt": "Hi {i}", "chosen": "Yo {i}", "rejected": "No {i}"}, "chat=preference"),
     "whole-preference": (
         {"prompt": "Hi {i}", "chosen": TURNS, "rejected": [USER, {"role": "assistant", "content": "No {i}"}]},
+        "chat=preference",
+    ),
+    "preference-without-prompt": (
+        {"chosen": TURNS, "rejected": [USER, {"role": "assistant", "content": "No {i}"}]},
         "chat=preference",
     ),
 }
@@ -73,6 +79,26 @@ def test_each_form_becomes_the_same_messages(values: Any, options: str, tmp_path
         assert json.loads(train.pair[0]) == expected(("user", f"Hi {number}"), ("assistant", f"No {number}"))
     assert (train.pair is not None) == ("preference" in options)
     assert set(train.label.tolist()) == {2.0}, "the words of the answers"
+
+
+@pytest.mark.parametrize("how", ["csv", "parquet", "saved"])
+def test_columns_that_may_lack_do_in_every_kind_of_table(how: str, tmp_path: Path) -> None:
+    turns = [[row_of(turn, i) for turn in TURNS] for i in range(40)]
+    rows = Dataset.from_dict({"chosen": turns, "rejected": [[ask, {**say, "content": "No"}] for ask, say in turns]})
+    place = tmp_path / f"pairs{'' if how == 'saved' else f'.{how}'}"
+    if how == "csv":
+        rows.map(lambda row: {name: json.dumps(turns) for name, turns in row.items()}).to_csv(place)
+    else:
+        (rows.to_parquet if how == "parquet" else DatasetDict(train=rows).save_to_disk)(place)
+    (task,) = parse_tasks(f"wish={place},chat=preference")
+    assert first_conversation(task)[0]["content"].startswith("Hi ")
+
+
+def test_an_answer_without_a_prompt_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no prompt to the answer 'Yo \d+'; add a column for it, or give chosen and"):
+        task_of(tmp_path, {"chosen": "Yo {i}", "rejected": "No {i}"}, "chat=preference")
+    with pytest.raises(DataError, match="no column 'tone'"):
+        task_of(tmp_path, {"messages": TURNS}, "chat=messages,system=tone")
 
 
 def test_an_input_follows_its_instruction_and_a_system_column_comes_first(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ Messages: TypeAlias = list[dict[str, Any]]
 FORMS: Mapping[str, Mapping[str, str]] = {
     "messages": {"messages": "chat"},
     "sharegpt": {"conversations": "chat"},
-    "alpaca": {"instruction": "text", "input": "optional", "output": "text"},
+    "alpaca": {"instruction": "text", "input": "input", "output": "text"},
     "completion": {"prompt": "turns", "completion": "turns"},
     "choices": {"question": "turns", "choices": "choices", "answer": "text"},
-    "preference": {"prompt": "turns", "chosen": "turns", "rejected": "turns"},
+    "preference": {"prompt": "prompt", "chosen": "turns", "rejected": "turns"},
 }
 """By form, its columns and what may be in them (`tables.CHECKS`)."""
 
@@ -138,10 +138,15 @@ def conversations(form: str, values: Mapping[str, Any], *, system: str | None = 
         )
         chats = [[*_messages(values["question"]), chosen]]
     elif form in ("completion", "preference"):
-        prompt = _messages(values["prompt"])
+        prompt = _messages(values["prompt"]) if values["prompt"] else []
         ends = [_messages(values[name], role="assistant") for name in FORMS[form] if name != "prompt"]
-        # a preference of whole conversations repeats its prompt in both
+        # a preference of whole conversations has its prompt in both
         chats = [end if end[0]["role"] != "assistant" else prompt + end for end in ends]
+        if answer := next((chat[0]["content"] for chat in chats if chat[0]["role"] == "assistant"), ""):
+            raise DataError(
+                f"no prompt to the answer {short_repr(answer)}; add a column for it, or give chosen and rejected"
+                " as lists of messages that begin with it"
+            )
     else:
         (value,) = values.values()
         chats = [_messages(value)]

@@ -57,6 +57,10 @@ Item: TypeAlias = tuple[int, Mapping[str, Any] | str]
 remark on the file."""
 
 
+MAY_LACK = ("input", "prompt")
+"""Kinds of columns that a table may lack."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """Options of a table, and which of its rows and columns are read."""
@@ -80,6 +84,11 @@ class Reading:
         """Names of the columns, each once."""
         return tuple(dict.fromkeys(name for name, _ in self.columns))
 
+    def names_in(self, names: Sequence[str]) -> list[str]:
+        """The columns that are read, without those that may lack and do."""
+        may_lack = {name for name, kind in self.columns if kind in MAY_LACK}
+        return [name for name in self.names if name in names or name not in may_lack]
+
 
 Format: TypeAlias = Callable[[BinaryIO, Path, Reading], Iterator[Item]]
 
@@ -92,7 +101,7 @@ def ending_of(path: Path) -> str:
 
 def check_columns(names: Sequence[str], reading: Reading, *, origin: object, hint: str = "") -> None:
     """A `DataError` with the nearest name if a column that is read is not there, or is there twice."""
-    for name in reading.names or filter(None, names):
+    for name in reading.names_in(names) or filter(None, names):
         if name not in names:
             has = f"{did_you_mean(name, names)} it has {first_of(list(map(repr, names)))}"
             own = f"; {reading.options[name]}= names it" if name in reading.options else reading.hint
@@ -226,7 +235,7 @@ def _by_header(
             hint = f" in row {number}, its header" + other * (len(names) == 1)
             check_columns(names, reading, origin=path, hint=hint)
             width = len(names)
-            places = {name: names.index(name) for name in reading.names or names}
+            places = {name: names.index(name) for name in reading.names_in(names) or names}
         elif sep and (len(cells) <= max(places.values()) or not all(map(_is_blank, cells[width:]))):
             yield number, f"{len(cells)} against {width} cells in the header (texts with {sep!r} or lines need quotes)"
         else:
@@ -316,7 +325,9 @@ def _read_parquet(raw: BinaryIO, path: Path, reading: Reading) -> Iterator[Item]
         with import_module("pyarrow.parquet").ParquetFile(raw) as file:
             check_columns(file.schema_arrow.names, reading, origin=path)
             known = _noted_class_names(file.schema_arrow) if reading.class_names else {}
-            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=list(reading.names) or None)
+            batches = file.iter_batches(
+                batch_size=_BATCH_ROWS, columns=reading.names_in(file.schema_arrow.names) or None
+            )
             rows = (values for batch in batches for values in batch.to_pylist())
             yield from ((number, with_class_names(values, known)) for number, values in enumerate(rows, start=1))
     except (arrow.ArrowException, MemoryError, OverflowError) as error:

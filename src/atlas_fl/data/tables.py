@@ -113,9 +113,11 @@ CHECKS: dict[str, Callable[[Any], str]] = {
     "turns": turns_fault,
     "choices": choices_fault,
     "optional": lambda value: _text_fault(value).replace(_ABSENT, ""),
+    "input": lambda value: _text_fault(value).replace(_ABSENT, ""),
+    "prompt": lambda value: turns_fault(value).replace(_ABSENT, ""),
 }
 """By kind of column, what a value is that may not be in it; empty for one that may. A class is not called as programs
-call a missing value."""
+call a missing value, and the last two kinds may lack (`formats.MAY_LACK`)."""
 
 
 def read_table(path: Path, *, class_names: bool = False) -> Table:
@@ -195,7 +197,7 @@ def _table_items(table: Table) -> Iterator[formats.Item]:
 def _dataset_items(rows: Any, reading: formats.Reading) -> Iterator[formats.Item]:
     formats.check_columns(rows.column_names, reading, origin="the data set")
     known = formats.class_names_of(rows.features) if reading.class_names else {}
-    wanted = rows.with_format(None).select_columns(list(reading.names) or rows.column_names)
+    wanted = rows.with_format(None).select_columns(reading.names_in(rows.column_names) or rows.column_names)
     yield from ((at, formats.with_class_names(values, known)) for at, values in enumerate(wanted, start=1))
 
 
