@@ -154,6 +154,29 @@ def test_losses_and_adapters_equal_trls(
     check_equal(update, trainer, model, params, tiny, tmp_path / "after")
 
 
+def test_rows_that_trl_packs_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path: Path) -> None:
+    """TRL makes one row of all conversations, as long as all of them; so does a batch of all."""
+    tiny, rows = writer_of("qwen2"), chats(16, turns=2)
+    tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=MARKED)
+    texts = [json.dumps(row) for row in rows]
+    data = TextEncoder(tokenizer=tokenizer, max_length=66).chats(texts, template=ChatTemplate(tokenizer, None))
+    site, params = site_and_params(tiny, data, spec_of(name="a-0", ranks=(1, 4, 2)))
+    options = replace(OPTIONS, batch_size=16, epochs=4)
+    (update,) = train([Job(client="a-0", params=params, round=1, options=options)], site)
+
+    model = peft_model(tiny, params, tmp_path / "before")
+    packed = {"packing": True, "max_length": len(data.ids), "assistant_only_loss": True}
+    stock = STOCK | {"per_device_train_batch_size": 1, "num_train_epochs": 4}
+    trainer = SupervisedInOrder(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"messages": row} for row in rows]),
+        args=SFTConfig(**stock, **packed, output_dir=str(tmp_path / "trl")),
+    )
+    assert len(trainer.train_dataset) == 1
+    check_equal(update, trainer, model, params, tiny, tmp_path / "after")
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path: Path, turns: int) -> None:
     """TRL begins with the adapters as its reference, which are the frozen model where B is zero."""
