@@ -20,6 +20,11 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}<t></t>{% endif %}{{ m.content + '<e>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
+# A text ends with a mark of its own behind the end of its last turn, as Phi-3 has it.
+ENDING = (
+    "{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content + '<e>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% else %}<end>{% endif %}"
+)
 REWRITING = "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }};{% endfor %}"
 TWO_TURNS = [
     {"role": "user", "content": "hi"},
@@ -57,6 +62,7 @@ def predicted(tokenizer, examples: EncodedExamples) -> list[str]:
     ("template", "answers"),
     [
         (UNMARKED, ["yo<e>\n", "so<e>\n"]),
+        (ENDING, [" yo <e>\n", "so<e>\n<end>"]),
         (THINKING, [" yo <e>\n", "<t></t>so<e>\n"]),
         ("plain", [" yo <|im_end|>", "so<|im_end|>"]),
         ("chatml", [" yo <|im_end|>", "so<|im_end|>"]),

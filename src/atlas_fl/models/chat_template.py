@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -54,7 +55,7 @@ class ChatTemplate:
         """(a conversation, given as JSON, and where in it every answer stands with its end).
 
         Where the template marks no answers (`{% generation %}`), one begins where the prompt before it ends, and ends
-        with what ends the last one.
+        with what ends the last one, but for what stands at the end of a text alone.
 
         Raises:
             ModelError: the template refuses the conversation, or does not let its answers be told apart.
@@ -76,7 +77,7 @@ class ChatTemplate:
                     )
                 spans.append((len(before), begin + len(content)))
         closing = whole[spans[-1][1] :]
-        return whole, [(begin, end + len(closing) * whole.startswith(closing, end)) for begin, end in spans]
+        return whole, [(begin, end + _shared(closing, whole[end:])) for begin, end in spans]
 
     def _render(self, messages: Sequence[Mapping[str, str]], **how: Any) -> tuple[str, list[Span]]:
         try:
@@ -93,3 +94,9 @@ class ChatTemplate:
                 f" {error}; mend it, or give another template by template="
             ) from None
         return text, [tuple(span) for span in spans[0]] if spans else []
+
+
+def _shared(closing: str, text: str) -> int:
+    """Characters that a closing and this text begin with, without a part of a mark such as <|user|>."""
+    common = "".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(closing, text)))
+    return len(common if common == closing else re.sub(r"<[^>]*$", "", common))
