@@ -58,6 +58,8 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
     ask = ["generate", str(result.folder), asked, "--client", client]
     assert main([*ask, "--kind", "alone", "--new-tokens", "4"]) == 0
     assert capsys.readouterr().out.strip() == first.answers["alone"]
+    assert main([*ask, "--kind", "base", "--new-tokens", "4", "--system", "b"]) == 0
+    assert capsys.readouterr().out.strip() != first.answers["base"]
     assert main(["evaluate", str(result.folder), "--client", client]) == 0
     shown = capsys.readouterr().out
     assert "ROUGE-L" in shown and "federated" in shown and "reference: " in shown

@@ -57,6 +57,13 @@ def _lines(answer: Answer) -> list[str]:
 
 def generate(options: cli.GenerateOptions) -> int:
     """Print what the model writes; 0."""
-    run, tokens = find_run(options.run, runs_dir=options.runs_dir).path, options.new_tokens
-    show([write_answer(run, options.text, client=options.client, kind=options.kind, new_tokens=tokens)])
+    written = write_answer(
+        find_run(options.run, runs_dir=options.runs_dir).path,
+        options.text,
+        client=options.client,
+        kind=options.kind,
+        new_tokens=options.new_tokens,
+        system=options.system,
+    )
+    show([written])
     return 0

@@ -169,6 +169,8 @@ class GenerateOptions(RunsDirOptions):
     """The model that answers: the frozen one, the client's own alone, or the one of the federation."""
     new_tokens: int = 64
     """Most tokens of the answer."""
+    system: str | None = None
+    """The system message of the conversation, for a client whose conversations had one."""
 
 
 @dataclass(frozen=True, kw_only=True)

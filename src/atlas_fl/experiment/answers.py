@@ -185,11 +185,19 @@ def read_evaluation(folder: RunFolder) -> Evaluation | None:
         ) from None
 
 
-def generate(run: str | Path, text: str, *, client: str, kind: Kind = "federated", new_tokens: int = 64) -> str:
+def generate(
+    run: str | Path,
+    text: str,
+    *,
+    client: str,
+    kind: Kind = "federated",
+    new_tokens: int = 64,
+    system: str | None = None,
+) -> str:
     """The answer of a client's model to this text, in the chat template where its task has conversations.
 
     Raises:
-        ConfigError: the run has no such client, or its task writes no text.
+        ConfigError: the run has no such client, or its task writes no text, or has no conversations for `system`.
         CheckpointError: the run has no model of this kind.
     """
     folder = find_run(run)
@@ -205,7 +213,10 @@ def generate(run: str | Path, text: str, *, client: str, kind: Kind = "federated
         raise ConfigError(
             f"task {task.name} of {client} has labels and writes no text; `atlas evaluate` has its scores"
         )
-    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    if system is not None and not task.chat:
+        raise ConfigError(f"--system is for conversations, and task {task.name} of {client} has none; leave it out")
+    said = {"system": system, "user": text, "assistant": ""}
+    turns = [{"role": role, "content": content} for role, content in said.items() if content is not None]
     rows = Rows(text=(to_text(turns) if task.chat else text,), pair=("",), label=np.zeros(1, np.float32))
     site = assembly.site
     _, encode_prompt = encoders(task, site.backbone)
