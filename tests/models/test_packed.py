@@ -110,6 +110,19 @@ def test_a_batched_product_equals_products_in_turn(ranks: tuple[int, ...], *, dr
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("clients", [3, 9])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_batched_layer_takes_as_many_products_for_any_number_of_clients(clients: int, *, batched: bool) -> None:
+    """Each product is a kernel that a GPU launches: 8 of a layer, forward and backward, or 2 and 4 for each client."""
+    layer, factors = a_layer_of((2,) * clients)
+    segments = tuple(Segment(start=k, stop=k + 1) for k in range(clients - 1))
+    layer |= {"segments": (*segments, Segment(start=clients - 1, stop=9)), "scales": (1.0,) * clients}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        outputs_and_gradients(layer, factors, None, batched=batched)
+    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::bmm")]
+    assert len(products) == (8 if batched else 2 + 4 * clients)
+
+
 def test_a_client_whose_factors_are_not_finite_breaks_no_other_one() -> None:
     layer, factors = a_layer_of((2, 2, 2))
     sound = outputs_and_gradients(layer, factors, None, batched=True)
