@@ -58,6 +58,13 @@ def test_the_harness_finds_what_choices_by_log_likelihood_find(
     for name in ("acc", "acc_norm"):
         assert (scores["base"][name], scores["ja"][name]) == (own["base"][name], own["federated"][name])
     assert {row["task"] for row in table_of(page_of(folder.path), "lm-evaluation-harness")} == {"own_words"}
+    # in the task's template, which no tokenizer of the base has
+    plain = TASK.format(data=tmp_path / "words.jsonl").replace('"u:{{asked}}\\na:"', '"{{asked}}"')
+    assert "u:" not in plain
+    (tmp_path / "tasks" / "own.yaml").write_text(plain)
+    assert main([*words, "--client", "ja", "--harness-chat"]) == 0
+    for model, kind in (("base", "base"), ("ja", "federated")):
+        assert read_harness(folder)[model]["own_words"]["acc"] == own[kind]["acc"]
     for options, message in (
         (["--client", "nobody"], "unknown client 'nobody'"),
         ([], "add --client NAME"),

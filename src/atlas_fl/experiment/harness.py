@@ -9,8 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from transformers import AutoTokenizer
+
 from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
-from atlas_fl.experiment.export import export_client, load_models
+from atlas_fl.experiment.export import TEMPLATE, export_client, load_models
 from atlas_fl.models.loading import find_family
 from atlas_fl.params import head_keys
 from atlas_fl.setup.assembly import pick_device, recorded_config
@@ -40,10 +42,11 @@ def harness_run(
         clients: whose models are scored.
         tasks_dir: a folder with further tasks (YAML, whose `!function` entries run as code).
         limit: most examples of a task.
-        chat: ask in the tokenizer's chat template.
+        chat: ask in the chat template of each client's task, the base in that of the first.
 
     Raises:
-        ConfigError: the harness is not installed, a task or client is unknown, or a task's data cannot be read.
+        ConfigError: the harness is not installed, a task or client is unknown, a task's data cannot be read, or there
+            is no chat template.
         CheckpointError: a client's model is no PEFT adapter that writes text.
     """
     extras.import_extra("lm_eval", extra="lm-eval", asked="--harness needs")
@@ -77,7 +80,16 @@ def harness_run(
         options = {"limit": limit, "apply_chat_template": chat, "log_samples": False}
         device = pick_device(config.run.accelerator)
         for name, adapter in adapters.items():
-            model = HFLM(pretrained=source, peft=adapter, device=device, dtype="float32", batch_size=BATCH)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            template = Path(adapter or str(adapters[clients[0]]), TEMPLATE)
+            if template.is_file():
+                tokenizer.chat_template = template.read_text(encoding="utf-8")
+            if chat and tokenizer.chat_template is None:
+                raise ConfigError(
+                    f"{config.model.model} has no chat template, which --harness-chat needs; leave it out"
+                )
+            how = {"device": device, "dtype": "float32", "batch_size": BATCH, "tokenizer": tokenizer}
+            model = HFLM(pretrained=source, peft=adapter, **how)
             scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
             found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
     content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
