@@ -141,6 +141,13 @@ def test_no_answer_left_is_an_error(tokenizer) -> None:
         encode(tokenizer, UNMARKED, TWO_TURNS, most=1, truncate="head")
 
 
+def test_a_template_writes_the_same_date_on_every_day(tokenizer) -> None:
+    """As those of Llama 3.1 and 3.2 do, which write the day into the system message."""
+    template = "{% set date = strftime_now('%d %b %Y') %}{{ date + ';' }}" + UNMARKED
+    text = tokenizer.decode(encode(tokenizer, template, TWO_TURNS[:2]).ids)
+    assert text == "26 Jul 2024;<u>hi<e>\n<a>yo<e>\n"
+
+
 def test_a_template_runs_in_a_sandbox(tokenizer) -> None:
     with pytest.raises(ModelError, match="refuses the conversation"):
         encode(tokenizer, "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", TWO_TURNS)

@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib import resources
 from itertools import takewhile
 from typing import Any
@@ -17,6 +18,10 @@ from atlas_fl.errors import ModelError, short_repr
 
 TEMPLATES: Mapping[str, str] = tomllib.loads(resources.files(models).joinpath("chat_templates.toml").read_text("utf-8"))
 """Chat templates (Jinja) by name, for tokenizers that have none; an answer ends with the tokenizer's end of text."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date of templates that write today's, so that a run is the same on every day; Llama's own without a clock."""
+_CLOCK = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 
 Span = tuple[int, int]
 """[begin, end) in characters."""
@@ -39,7 +44,8 @@ class ChatTemplate:
             )
         if given is not None and "{" not in source:
             raise ModelError(f"template={given} is neither a Jinja file nor one of {known}; check the path")
-        self._source, self._tokens = source, tokenizer.special_tokens_map
+        self._source = _CLOCK.sub(lambda call: repr(TODAY.strftime(call[2])), source)
+        self._tokens = tokenizer.special_tokens_map
         self._marks_answers = re.search(r"{%-?\s*generation\b", source) is not None
 
     def prompt(self, chat: str) -> str:
