@@ -1,6 +1,7 @@
 """Conversations as tokens: which of them are to be predicted, and what a longer one loses."""
 
 import json
+from importlib import resources
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -93,6 +94,17 @@ def test_an_answer_to_a_prompt_ends_with_the_mark_behind_answers(tokenizer, clos
     template = ChatTemplate(tokenizer, UNMARKED.replace("<e>\n", closing))
     prompts = TextEncoder(tokenizer=tokenizer, max_length=200).chat_prompts([json.dumps(TWO_TURNS)], template)
     assert prompts.ends == (() if end is None else (tokenizer.convert_tokens_to_ids(end),))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "phi3", "phi3_5"])
+def test_of_published_templates_the_answers_are_those_that_trl_marks(tokenizer, name: str) -> None:
+    """TRL has a version of each with `{% generation %}` marks; one begins with the line break before the answer."""
+    folder = resources.files("trl") / "chat_templates"
+    texts = [folder.joinpath(f"{name}{kind}.jinja").read_text() for kind in ("", "_training")]
+    turns = [{**turn, "content": turn["content"].strip()} for turn in TWO_TURNS]
+    own, trls = (predicted(tokenizer, encode(tokenizer, text, turns, most=400)) for text in texts)
+    assert [answer.strip() for answer in own] == [answer.strip() for answer in trls]
+    assert [answer.strip()[:2] for answer in own] == ["yo", "so"]
 
 
 def test_the_tokenizers_own_template_is_taken_where_none_is_given(tokenizer) -> None:
