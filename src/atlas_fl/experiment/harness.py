@@ -9,8 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from transformers import AutoTokenizer
-
 from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
 from atlas_fl.experiment.export import TEMPLATE, export_client, load_models
 from atlas_fl.models.loading import find_family
@@ -80,16 +78,14 @@ def harness_run(
         options = {"limit": limit, "apply_chat_template": chat, "log_samples": False}
         device = pick_device(config.run.accelerator)
         for name, adapter in adapters.items():
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            model = HFLM(pretrained=source, peft=adapter, device=device, dtype="float32", batch_size=BATCH)
             template = Path(adapter or str(adapters[clients[0]]), TEMPLATE)
             if template.is_file():
-                tokenizer.chat_template = template.read_text(encoding="utf-8")
-            if chat and tokenizer.chat_template is None:
+                model.tokenizer.chat_template = template.read_text(encoding="utf-8")
+            if chat and model.tokenizer.chat_template is None:
                 raise ConfigError(
                     f"{config.model.model} has no chat template, which --harness-chat needs; leave it out"
                 )
-            how = {"device": device, "dtype": "float32", "batch_size": BATCH, "tokenizer": tokenizer}
-            model = HFLM(pretrained=source, peft=adapter, **how)
             scores = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
             found[name] = {task: _metrics(own) for task, own in scores["results"].items()}
     content = {"lm_eval": metadata.version("lm-eval"), "limit": limit, "chat": chat, "models": found}
