@@ -211,8 +211,8 @@ def save_figure(rows: list[dict[str, Any]], path: Path) -> None:
         for clients in (fewest, most)
     ]
     parts = list(dict.fromkeys(row["part"] for row in rows + guides))
-    x, y = ({"field": name, "type": "quantitative", "scale": {"type": "log"}} for name in ("clients", "CPU seconds"))
-    x["axis"] = {"values": sorted({row["clients"] for row in rows})}
+    log: dict[str, Any] = {"type": "quantitative", "scale": {"type": "log"}}
+    axis = {"values": sorted({row["clients"] for row in rows})}
     series = {"field": "part", "type": "nominal", "title": None, "scale": {"domain": parts}}
     chart = Chart(
         name="growth",
@@ -223,8 +223,8 @@ def save_figure(rows: list[dict[str, Any]], path: Path) -> None:
             "height": 320,
             "mark": {"type": "line", "point": True},
             "encoding": {
-                "x": x,
-                "y": y,
+                "x": {"field": "clients", **log, "axis": axis},
+                "y": {"field": "CPU seconds", **log},
                 "color": series,
                 "strokeDash": {
                     "condition": {"test": "indexof(datum.part, 'grows') == 0", "value": [5, 4]},

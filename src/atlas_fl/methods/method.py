@@ -524,5 +524,3 @@ SECOND_TENSORS = "has a second set of tensors beside the model, which no message
 
 WHOLE_MODELS = "whole models"
 """The clause of a method whose paper trains whole models, by plain SGD."""
-FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}
-"""Settings of methods that average A and B apart."""

@@ -8,7 +8,7 @@ in cross-silo federated learning", arXiv:2206.07902; Evgeniou and Pontil 2004.
 """
 
 from atlas_fl.methods.feddpa import FedDpa
-from atlas_fl.methods.method import FACTORS, PublishedMethod, RoundStart
+from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.second_model import gates
 from atlas_fl.params import ByClient, TreesByClient
 
@@ -40,13 +40,3 @@ class PersonalModels(FedDpa):
         if not self._is_stacked:
             return {}
         return self.together(round, own=round.client_models, shared=round.server_models)
-
-
-MR_MTL = PublishedMethod(
-    summary="MR-MTL: own models, pulled to their mean (Liu et al. 2022, arXiv:2206.07902; Evgeniou & Pontil 2004).",
-    differs="whole models",
-    rule="fedavg",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)

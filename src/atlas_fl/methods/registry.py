@@ -42,11 +42,6 @@ METHODS: dict[str, PublishedMethod] = {
     for name, row in tomllib.loads(
         resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8")
     ).items()
-} | {
-    name.lower(): value
-    for module in MODULES
-    for name, value in vars(module).items()
-    if isinstance(value, PublishedMethod)
 }
 """Every published method that is a rule with settings, by the name that `--strategy` takes."""
 
