@@ -62,7 +62,7 @@ def test_models_of_ones_own_are_of_those_who_are_there_at_first(strategy: str) -
     [
         (
             {"share": ("A", "B")},
-            "--second-model proximal is pulled to a whole shared model, and --share A B keeps parts",
+            "--second-model proximal stands beside a whole shared model, and --share A B keeps parts",
         ),
         ({"strategy": "fedbuff"}, "trains over several rounds, and --second-model proximal is trained in each"),
     ],
@@ -88,9 +88,13 @@ def test_own_models_in_secure_sums_begin_with_what_every_site_can_draw() -> None
             {"strategy": "feddpa", "space": "factors", "secure": True, "personal_rounds": 2, "rounds": 4},
             "predicts with the shared model, which each site keeps to itself after --personal-rounds 2 in secure sums",
         ),
+        (
+            {"strategy": "ditto", "space": "factors", "secure": True, "personal_rounds": 2, "rounds": 4},
+            "pulled to the shared model, which each site keeps to itself after the first of --personal-rounds 2 in sec",
+        ),
     ],
 )
-def test_two_models_predict_together_where_the_server_has_the_shared_one_alone(
+def test_a_second_model_stands_beside_the_shared_one_where_the_server_has_that(
     values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -115,6 +115,31 @@ def test_a_model_of_ones_own_is_named_beside_no_whole_one_of_the_server(usual: R
 
 
 @pytest.mark.core
+def test_a_model_of_ones_own_is_named_at_no_smaller_ranks_than_it_has(usual: Recording, tmp_path: Path) -> None:
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        is_own = head.get("action") == "evaluate" and own_one(head)
+        return ({**head, "private": {**head["private"], "ranks": [1] * 6}}, tensors) if is_own else None
+
+    ended = turned(usual, lie, tmp_path)
+    assert "the server names as a part of the model what is none" in ended.error
+    assert [head["kind"] for head, _ in ended.said_after] == ["failed"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("rank", [-1, 0, 3 * 10**8])
+def test_a_model_at_the_end_has_ranks_of_the_settings(usual: Recording, tmp_path: Path, rank: int) -> None:
+    """They take memory before the model can be looked at."""
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        is_last = head.get("kind") == "done"
+        return ({**head, "private": {**head["private"], "ranks": [rank] * 6}}, tensors) if is_last else None
+
+    ended = turned(usual, lie, tmp_path)
+    assert f"the server asks for rank {rank}, and the settings" in ended.error and not ended.said_after
+    assert list((tmp_path / "movie-0-private").glob("*.safetensors"))
+
+
+@pytest.mark.core
 def test_no_tensors_of_the_server_are_scored_in_a_model_of_ones_own(usual: Recording, tmp_path: Path) -> None:
     """Their scores would be measurements of the rest."""
     part = {key: torch.zeros_like(one) for key, one in first_start(usual).items() if key.startswith("head.")}
@@ -167,6 +192,41 @@ def turned(found: Recording, lie: Lie, folder: Path) -> Ended:
 def said_to(found: Recording, wanted: Callable[[Mapping[str, Any]], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first such message that the first site had."""
     return next((dict(head), dict(tensors)) for _, (head, tensors) in found.spoken["movie-0"].turns if wanted(head))
+
+
+@pytest.mark.core
+def test_no_tensors_of_the_server_train_in_a_model_of_ones_own(usual: Recording, tmp_path: Path) -> None:
+    """The loss of the training would be a measurement of the rest."""
+    shared, _ = read_sent(said_to(usual, lambda head: head.get("action") == "train" and head["round"] == 2)[1])
+    whole = {**first_start(usual), **shared}
+    part = {key: one * 1.01 for key, one in whole.items() if key.startswith("head.")}
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if not (is_second(head) and own_one(head)):
+            return None
+        return {**named(head, part), "beside": []}, {**part, **write_trees(SENT, {"anchor": whole})}
+
+    ended = turned(usual, lie, tmp_path)
+    assert "asks for train of a model that never leaves this site" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("action", ["evaluate", "train"])
+def test_a_site_works_with_two_models_of_its_own_a_round(paired: Recording, tmp_path: Path, action: str) -> None:
+    """Each older one that is scored or trained is another measurement."""
+    first = said_to(paired, lambda head: is_second(head) and own_one(head))[0]["private"]
+    last = said_to(paired, lambda head: head.get("kind") == "done")[0]["private"]
+    drawn = {"sha256": None, "ranks": [4] * 6 if action == "train" else []}
+    names = iter([first, drawn, last, first])
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != action or head["round"] != 2 or not own_one(head):
+            return None
+        return {**head, "private": next(names)}, tensors
+
+    ended = turned(paired, lie, tmp_path)
+    assert f"asks for {action} of round 2 with 3 models of this site's own" in ended.error
+    assert [head["kind"] for head, _ in ended.said_after] == ["result"] * 2
 
 
 @pytest.mark.core
@@ -280,6 +340,39 @@ def test_the_weight_of_a_model_of_ones_own_begins_as_the_settings_say(paired: Re
 
     ended = turned(paired, lie, tmp_path)
     assert f"'{WEIGHT}' holds values from 1 to 1; allowed: 0.5 to 0.5" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("paired", ["apfl"], indirect=True)
+def test_other_words_about_two_models_end_a_site_in_a_line(paired: Recording, tmp_path: Path) -> None:
+    own = said_to(paired, lambda head: is_second(head) and own_one(head))[0]["private"]["sha256"]
+    cut = {"blocks": 1, "wire": "fp32", "head": "server", "noise": 0.0}
+    for place, (action, options, words, line) in enumerate(
+        [
+            ("evaluate", {"outcomes": True}, {}, "asks for evaluate with outcomes True"),
+            ("evaluate", {}, {"cut": cut}, "asks for a cut at block 1"),
+            ("evaluate", {}, {"beside": ["companion"]}, "asks for evaluate in round 1 with ['companion'] beside"),
+            ("train", {"second_weight": 0.25}, {}, "asks for train with second_weight 0.25"),
+            ("train", {}, {"kept": [["gate", own]]}, "kept[0][0] is 'gate'; allowed: one of momentum, residual"),
+            ("train", {}, {"kept": [["momentum", own]]}, "names as momentum what is none"),
+            ("train", {}, {"beside": ["anchor", "companion"]}, "in round 2 with ['anchor'] beside the model"),
+        ]
+    ):
+
+        def lie(
+            head: dict[str, Any],
+            tensors: dict[str, Any],
+            action: str = action,
+            options: Any = options,
+            words: Any = words,
+        ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+            if head.get("action") != action or not own_one(head):
+                return None
+            return {**head, "options": {**head["options"], **options}, **words}, tensors
+
+        ended = turned(paired, lie, tmp_path / str(place))
+        assert line in ended.error
+        assert not [message for message in ended.said_after if message[0]["kind"] != "failed"]
 
 
 @pytest.mark.core

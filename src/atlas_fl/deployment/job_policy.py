@@ -28,7 +28,7 @@ from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, select, shared_params
-from atlas_fl.planning.leakage import is_scored_round
+from atlas_fl.planning.leakage import MODELS_A_ROUND, is_scored_round
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
     cut_of,
@@ -187,6 +187,8 @@ class JobPolicy:
     _trained: set[int] = field(default_factory=set)
     """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _named: dict[tuple[Any, ...], set[messages.PrivateRef | None]] = field(default_factory=dict)
+    """By action, round, split and kind of the training, what was named of this site's own."""
     _measured: set[int] = field(default_factory=set)
     """The rounds in which what is reported once was asked for."""
     _trained_cut: int | None = None
@@ -214,18 +216,20 @@ class JobPolicy:
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
-        private = messages.read_private(head)
-        for rank in () if private is None else private.ranks:
-            if not 1 <= rank <= self._most_rank:  # it costs memory here
-                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
+        private = self.check_private(head)
         if self.outline.whole:
             self._check_whole(action, job, head)
         if action == "train":
             self._check_rounds(job)
-        seen = (action, job.round, getattr(job.options, "split", ""))
-        self._seen[seen] += 1
-        if self._seen[seen] > MOST_REPEATS:
-            raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
+        self._check_repeats(action, job, private)
+
+    def check_private(self, head: Mapping[str, Any]) -> messages.PrivateRef | None:
+        """The part of the model that a message names; raises `ProtocolError` for ranks that the settings have not."""
+        private = messages.read_private(head)
+        for rank in () if private is None else private.ranks:
+            if not 1 <= rank <= self._most_rank:  # it costs memory here
+                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
+        return private
 
     def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
         """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
@@ -300,6 +304,18 @@ class JobPolicy:
     def check_final_model(self, params: Params) -> None:
         """Raise `ProtocolError` unless this can be the client's own model at the end."""
         self._check_tensors(params, None, what="the model at the end")
+
+    def _check_repeats(self, action: str, job: Job, private: messages.PrivateRef | None) -> None:
+        kind = (action, job.round, getattr(job.options, "split", ""), getattr(job.options, "second_model", ""))
+        named = self._named.setdefault(kind, set())
+        named.add(private)
+        if len(named) > MODELS_A_ROUND:
+            what = f"{action} of round {job.round} with {len(named)} models of this site's own"
+            raise _refusal(what, f"{MODELS_A_ROUND} at most")
+        seen = kind[:-1]
+        self._seen[seen] += 1
+        if self._seen[seen] > MOST_REPEATS:
+            raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
 
     def _check_rounds(self, job: Job) -> None:
         if self._trained_cut is None:

@@ -33,6 +33,9 @@ class Policy(Protocol):
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Check a job by its head, before anything is loaded."""
 
+    def check_private(self, head: Mapping[str, Any]) -> Any:
+        """Check the ranks that a message names of what stays here, before anything of them is drawn."""
+
     def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
         """Check the model of a job, and the tensors beside it, before anything is computed.
 
@@ -122,6 +125,7 @@ class SiteClient:
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
+        self.policy.check_private(head)
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)

@@ -228,7 +228,9 @@ class Receiver:
             is_pair = self.combine is not None and reference is not None and bool(params)
             if not is_pair:
                 job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
-            hidden = {*unshared_keys(job.params, self.store.share(job))}
+            # beside tensors that came stands what no job shares, and no part of a model of the client's own
+            share = self.store.share(replace(job, options=None) if params else job)
+            hidden = {*unshared_keys(job.params, share)}
             # scores of a whole model show nothing of it, and those beside tensors of the server's choice do, unless
             # these are the shared model (`predicting`), which the policy holds against what honest rounds produce
             is_scored = action == "evaluate" and (not params if self.combine is None else is_pair)
