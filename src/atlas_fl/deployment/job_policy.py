@@ -315,7 +315,7 @@ class JobPolicy:
         seen = kind[:-1]
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
-            raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
+            raise _refusal(f"{action} of round {job.round} {MOST_REPEATS + 1} times", "a few times at most")
 
     def _check_rounds(self, job: Job) -> None:
         if self._trained_cut is None:

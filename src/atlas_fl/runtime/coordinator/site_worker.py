@@ -142,8 +142,7 @@ class SiteClient:
         self._registrations += 1
         if self._registrations > MAX_REGISTRATIONS:
             raise ProtocolError(
-                f"the server asks for the {self._registrations}th time who this is and gives nothing to do; ask who"
-                " runs it"
+                f"the server asked {self._registrations} times who this is and gave nothing to do; ask who runs it"
             )
         self.receiver.forget()
         self.on_event(PhaseStarted("waiting for the server and its other sites"))
