@@ -9,6 +9,11 @@ seen; every round all clients train two steps and one average goes back to all. 
     growth                 from the end of round 5 on
 
     python benchmarks/many_clients.py [--clients 100] [--rounds 50] [--processes 4]
+
+With `--own` it is a simulation in one process instead, in which each client keeps an adapter of its own (`--strategy
+local`) and few take part in a round: memory, checkpoint and seconds of every tenth round.
+
+    python benchmarks/many_clients.py --own --clients 10000 --participation 0.02 --rounds 20 [--hidden 256] [--rank 32]
 """
 
 import argparse
@@ -19,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +50,8 @@ def names(count: int) -> list[str]:
     return [f"site-{k}" for k in range(count)]
 
 
-def make_model(folder: Path) -> None:
-    """A random BERT of two narrow blocks, with a tokenizer of forty words."""
+def make_model(folder: Path, **other: int) -> None:
+    """A random BERT of two narrow blocks, or of other sizes, with a tokenizer of forty words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -56,7 +62,8 @@ def make_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, **roles).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=len(core.get_vocab()), max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    sizes |= {"vocab_size": len(core.get_vocab()), "max_position_embeddings": 64, **other}
+    BertModel(BertConfig(**sizes)).save_pretrained(folder)
 
 
 def make_data(folder: Path, count: int) -> None:
@@ -146,9 +153,9 @@ def one_at_a_time(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def program(*words: str) -> Iterator["subprocess.Popen[str]"]:
+def program(script: str, *words: str) -> Iterator["subprocess.Popen[str]"]:
     """This script with these words, in a process of its own that is gone in the end."""
-    with subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, script, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -163,13 +170,53 @@ def measure(args: argparse.Namespace) -> None:
         make_model(folder / "model")
         make_data(folder, args.clients)
         words = ["--clients", str(args.clients), "--rounds", str(rounds)]
-        server = stack.enter_context(program("--serve", made, *words))
+        server = stack.enter_context(program(__file__, "--serve", made, *words))
         assert server.stdout is not None
         port = json.loads(server.stdout.readline())["port"]
         for k in range(args.processes):
             mine = ",".join(everyone[k :: args.processes])
-            stack.enter_context(program("--join", made, "--port", str(port), "--names", mine))
+            stack.enter_context(program(__file__, "--join", made, "--port", str(port), "--names", mine))
         print_measurements(json.loads(server.stdout.readline()), args)
+
+
+def simulate(folder: Path, args: argparse.Namespace) -> None:
+    """A run in which clients keep their own adapters; what every tenth round leaves in memory and on the disk."""
+    sizes = {"hidden_size": args.hidden, "num_attention_heads": args.hidden // 16, "intermediate_size": 2 * args.hidden}
+    make_model(folder / "model", **sizes)
+    draw = np.random.default_rng(0)
+    lines = ["text,label,client"]
+    for client in range(args.clients):
+        texts = draw.integers(len(WORDS), size=(12, 8))
+        lines += [f"{' '.join(WORDS[word] for word in words)},{int(words[0] < 20)},c{client}" for words in texts]
+    (folder / "rows.csv").write_text("\n".join(lines) + "\n")
+    rounds = args.rounds
+    settings = {
+        **{"tasks": "none", "task": f"x={folder / 'rows.csv'},text=text,label=label,client=client", "alone": "none"},
+        **{"model": str(folder / "model"), "strategy": "local", "ranks": str(args.rank), "candidates": str(args.rank)},
+        **{"participation": str(args.participation), "rounds": str(rounds), "eval_every": str(rounds)},
+        **{"samples": "none", "validation_samples": "none", "test_samples": "none", "max_length": "16"},
+        **{"batch_size": "8", "runs_dir": str(folder / "runs")},
+    }
+    started = time.perf_counter()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, RoundFinished) and (event.round == 1 or event.round % 10 == 0 or event.round == rounds):
+            newest = max((folder / "runs/own/checkpoints").iterdir())
+            stored = sum(path.stat().st_size for path in newest.iterdir())
+            print(
+                f"round {event.round}: {event.seconds:.1f} s, resident {resident() / 1e6:.0f} MB, newest checkpoint"
+                f" {stored / 1e6:.0f} MB, {time.perf_counter() - started:.0f} s in all",
+                flush=True,
+            )
+
+    print(f"resident {resident() / 1e6:.0f} MB before the run", flush=True)
+    run = run_config(with_values(Config(run=RunConfig(name="own")), settings), on_event=on_event)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    print(
+        "seconds by phase:", ", ".join(f"{phase} {spent:.0f}" for phase, spent in summary["seconds"]["phases"].items())
+    )
+    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    print(f"peak {peak / 1e3:.0f} MB of resident memory; {args.clients} clients, rank {args.rank}, width {args.hidden}")
 
 
 def print_measurements(measurements: dict[str, Any], args: argparse.Namespace) -> None:
@@ -191,12 +238,19 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--own", action="store_true", help="simulate clients that keep their own adapters")
+    parser.add_argument("--participation", type=float, default=0.02, help="share of clients in a round (--own)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (--own)")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the adapters (--own)")
     for inner in ("serve", "join", "names"):
         parser.add_argument(f"--{inner}", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.serve is not None:
+    if args.own:
+        with tempfile.TemporaryDirectory() as made:
+            simulate(Path(made), args)
+    elif args.serve is not None:
         serve(Path(args.serve), args.clients, args.rounds)
     elif args.join is not None:
         join_all(Path(args.join), args.port, args.names.split(","))

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from atlas_fl.aggregation import distances
 from atlas_fl.aggregation.distances import diversity, gram_distances, spread, update_gram
 
 CLIENTS = ("a", "b", "c")
@@ -92,3 +93,14 @@ def test_the_order_of_the_tensors_changes_no_bit(held):
 
 def test_rounding_between_equal_updates_is_no_distance():
     assert gram_distances(np.array([[1.0, 1 - 1e-15], [1 - 1e-15, 1.0]])).tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_mean_of_many_clients_is_formed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"c-{k}" for k in range(7)]
+    models = {name: {"m.lora_A": torch.randn(3, 4), "m.lora_B": torch.randn(5, 3)} for name in names}
+    squares, mean = distances.squared_norms(models, names, lambda _: 2.0)
+    monkeypatch.setattr(distances, "CLIENTS_AT_ONCE", 2)
+    in_blocks, mean_in_blocks = distances.squared_norms(models, names, lambda _: 2.0)
+    products = [2.0 * model["m.lora_B"].double() @ model["m.lora_A"].double() for model in models.values()]
+    assert in_blocks.tolist() == squares.tolist()
+    assert mean == pytest.approx(mean_in_blocks) == float((sum(products) / 7).square().sum())

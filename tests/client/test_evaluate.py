@@ -1,11 +1,15 @@
 """Scores against the stock model and scikit-learn, example by example."""
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, log_loss
 
+from atlas_fl.client import evaluation
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import EvaluateOptions
@@ -43,3 +47,20 @@ def test_each_split_is_its_own(client_of) -> None:
     options = [EvaluateOptions(split=split) for split in ("train", "validation", "test")]
     jobs = [Job(client="a-0", params=params, round=1, options=each) for each in options]
     assert len({evaluate([job], site)[0].metrics["loss"] for job in jobs}) == 3
+
+
+@pytest.mark.parametrize("tiny", ["bert"], indirect=True)
+def test_no_more_models_are_copied_at_once_than_one_pass_takes(tiny, site_of, spec_of, monkeypatch) -> None:
+    specs = [spec_of(name=f"{letter}-0", labels=3) for letter in "abcdefgh"]
+    copies, most, copy = list[weakref.ref[Any]](), [0], evaluation.on_device
+
+    def counted(*args: Any) -> Any:
+        params = copy(*args)
+        copies.append(weakref.ref(next(iter(params.values()))))
+        most[0] = max(most[0], sum(one() is not None for one in copies))
+        return params
+
+    monkeypatch.setattr(evaluation, "on_device", counted)
+    jobs = [Job(client=s.name, params=tiny.params(s), round=1, options=EvaluateOptions(split="test")) for s in specs]
+    evaluate(jobs, site_of(tiny, *specs, max_tokens=1))
+    assert most[0] <= 2, "one at work, and one that is copied meanwhile"

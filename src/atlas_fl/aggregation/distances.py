@@ -184,6 +184,10 @@ def spread(squares: np.ndarray, mean_square: float) -> float:
     return float(np.sqrt(distance / size)) if distance > 1e-13 * size else 0.0
 
 
+CLIENTS_AT_ONCE = 1000
+"""Most clients whose factors are in memory in float64 where their mean is formed."""
+
+
 def squared_norms(
     by_client: ByClient, clients: Sequence[str], scale: Callable[[int], float]
 ) -> tuple[np.ndarray, float]:
@@ -195,13 +199,16 @@ def squared_norms(
     for module in sorted({module for client in clients for module in lora_modules(by_client[client])}):
         holders = [k for k, client in enumerate(clients) if module + LORA_A in by_client[client]]
         pairs = [(by_client[clients[k]][module + LORA_A], by_client[clients[k]][module + LORA_B]) for k in holders]
-        a, b = zip(*((a.double(), b.double() * scale(len(a))) for a, b in pairs), strict=True)
-        squares[holders] += [float(((x @ x.T) * (y.T @ y)).sum()) for x, y in zip(a, b, strict=True)]
-        stack_a, stack_b = torch.cat(a), torch.cat(b, 1)
-        if len(stack_a) > min(stack_a.shape[1], len(stack_b)):
-            of_sum += float((stack_b @ stack_a).square().sum())
-        else:
-            of_sum += float(((stack_a @ stack_a.T) * (stack_b.T @ stack_b)).sum())
+        is_formed = sum(len(a) for a, _ in pairs) > min(pairs[0][0].shape[1], len(pairs[0][1]))
+        total = torch.zeros((), dtype=torch.float64)
+        for first in range(0, len(pairs), CLIENTS_AT_ONCE if is_formed else len(pairs)):
+            block = pairs[first : first + CLIENTS_AT_ONCE] if is_formed else pairs
+            a, b = zip(*((a.double(), b.double() * scale(len(a))) for a, b in block), strict=True)
+            places = holders[first : first + len(block)]
+            squares[places] += [float(((x @ x.T) * (y.T @ y)).sum()) for x, y in zip(a, b, strict=True)]
+            stack_a, stack_b = torch.cat(a), torch.cat(b, 1)
+            total = total + stack_b @ stack_a if is_formed else (stack_a @ stack_a.T) * (stack_b.T @ stack_b)
+        of_sum += float((total.square() if is_formed else total).sum())
     return squares, of_sum / len(clients) ** 2
 
 

@@ -153,11 +153,12 @@ def _packed_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
     """Outputs of every client's own adapters and head, in rows of many clients, short examples first."""
     splits = [site.data[job.client].splits[job.options.split] for job in jobs]
     ordered = [split.take(in_order(split.lengths)) for split in splits]
-    models, priors = [on_device(job.params, site) for job in jobs], [log_prior(job, site) for job in jobs]
+    priors = [log_prior(job, site) for job in jobs]
     kept: list[list[np.ndarray]] = [[] for _ in jobs]
     for chunk in split_by_tokens([examples.lengths for examples in ordered], site.max_tokens):
         row = make_row([ordered[k].take(np.arange(part.start, part.stop)) for k, part in chunk], site)
-        with forward(row, [models[k] for k, _ in chunk], site) as logits:
+        models = [on_device(jobs[k].params, site) for k, _ in chunk]  # of these alone: all may be gigabytes
+        with forward(row, models, site) as logits:
             for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):
                 corrected = correct_logits(client_logits, priors[k])
                 kept[k].append(scored_outputs(corrected, labels, site.data[jobs[k].client].task))
