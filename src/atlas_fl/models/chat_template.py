@@ -52,7 +52,7 @@ class ChatTemplate:
         """A conversation, as JSON, without its last answer and with the opening of one."""
         return self._render(json.loads(chat)[:-1], add_generation_prompt=True)[0]
 
-    def closing(self, chat: str) -> str:
+    def closing_text(self, chat: str) -> str:
         """The text behind the last answer of a conversation, given as JSON."""
         last = {"role": "assistant", "content": "."}
         return self._render([*json.loads(chat)[:-1], last])[0].rpartition(".")[2]
@@ -83,7 +83,7 @@ class ChatTemplate:
                     )
                 spans.append((len(before), begin + len(content)))
         closing = whole[spans[-1][1] :]
-        return whole, [(begin, end + _shared(closing, whole[end:])) for begin, end in spans]
+        return whole, [(begin, end + _common_start(closing, whole[end:])) for begin, end in spans]
 
     def _render(self, messages: Sequence[Mapping[str, str]], **how: Any) -> tuple[str, list[Span]]:
         try:
@@ -102,7 +102,7 @@ class ChatTemplate:
         return text, [tuple(span) for span in spans[0]] if spans else []
 
 
-def _shared(closing: str, text: str) -> int:
+def _common_start(closing: str, text: str) -> int:
     """Characters that a closing and this text begin with, without a part of a mark such as <|user|>."""
     common = "".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(closing, text)))
     return len(common if common == closing else re.sub(r"<[^>]*$", "", common))

@@ -247,7 +247,7 @@ class TextEncoder:
         whole = self._token_ids([template.prompt(chat) for chat in chats], add_special_tokens=False)
         prompts = _prompts([_cut(ids, self.max_length, self.truncate or "head") for ids in whole], whole)
         # many models end a turn with a token of its own, such as <end_of_turn>
-        (closing,) = self._token_ids([template.closing(chats[0])], add_special_tokens=False)
+        (closing,) = self._token_ids([template.closing_text(chats[0])], add_special_tokens=False)
         marks = [token for token in closing if token in self.tokenizer.added_tokens_decoder]
         return replace(prompts, ends=tuple(marks[:1]))
 

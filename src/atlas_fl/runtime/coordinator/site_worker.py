@@ -129,7 +129,7 @@ class SiteClient:
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
-            model = self.receiver.predicting(model)
+            model = self.receiver.predicting_model(model)
             sha256 = str(head.get("sha256"))
             self.on_final_model(model, sha256)
             if not confirm_saved(self.link, sha256):
@@ -163,7 +163,7 @@ class SiteClient:
             self.on_event(PhaseStarted(f"{action}{' a model of its own' if beside else on}, {when}"))
             self.policy.check_model(action, job, is_own=self.receiver.is_own)
             if action == "evaluate":
-                job = replace(job, params=self.receiver.predicting(job.params))
+                job = replace(job, params=self.receiver.predicting_model(job.params))
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
                 (update,) = ACTIONS[action]([job], site)

@@ -232,7 +232,7 @@ class Receiver:
             share = self.store.share(replace(job, options=None) if params else job)
             hidden = {*unshared_keys(job.params, share)}
             # scores of a whole model show nothing of it, and those beside tensors of the server's choice do, unless
-            # these are the shared model (`predicting`), which the policy holds against what honest rounds produce
+            # these are the shared model (`predicting_model`), which the policy holds against what honest rounds produce
             is_scored = action == "evaluate" and (not params if self.combine is None else is_pair)
             if not is_scored and (is_pair or not job.params.keys() - params.keys() <= hidden):
                 raise ProtocolError(
@@ -253,7 +253,7 @@ class Receiver:
         params, reference = self._opened
         return reference is not None and not params
 
-    def predicting(self, params: Params) -> Params:
+    def predicting_model(self, params: Params) -> Params:
         """The model of an evaluation or of the end of the run: this one, or combined with the own one that is named."""
         reference = self._opened[1]
         if self.store is None or self.combine is None or reference is None or reference.sha256 is None:
@@ -285,7 +285,7 @@ class Receiver:
         return compression.compress(trained, job.params) if self.compresses else trained
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The client's model at the end of the run, to which `predicting` adds its own; empty where there is none."""
+        """The client's model at the end of the run, without what `predicting_model` adds; empty where there is none."""
         if not head.get("model"):
             return {}
         model = self._model(head, tensors)
