@@ -201,8 +201,9 @@ def squared_norms(
         pairs = [(by_client[clients[k]][module + LORA_A], by_client[clients[k]][module + LORA_B]) for k in holders]
         is_formed = sum(len(a) for a, _ in pairs) > min(pairs[0][0].shape[1], len(pairs[0][1]))
         total = torch.zeros((), dtype=torch.float64)
-        for first in range(0, len(pairs), CLIENTS_AT_ONCE if is_formed else len(pairs)):
-            block = pairs[first : first + CLIENTS_AT_ONCE] if is_formed else pairs
+        at_once = CLIENTS_AT_ONCE if is_formed else len(pairs)
+        for first in range(0, len(pairs), at_once):
+            block = pairs[first : first + at_once]
             a, b = zip(*((a.double(), b.double() * scale(len(a))) for a, b in block), strict=True)
             places = holders[first : first + len(block)]
             squares[places] += [float(((x @ x.T) * (y.T @ y)).sum()) for x, y in zip(a, b, strict=True)]
