@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-LOCKED = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--require-hashes"]
+# Python compiles the few modules that are imported; where it may not write what it compiled, pip compiles all of them
+COMPILED = [] if sys.dont_write_bytecode else ["--no-compile"]
+LOCKED = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--require-hashes", *COMPILED]
 PROJECT = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
 WHEEL = ["install", "--quiet", "--no-deps"]
 MISMATCH = re.compile(r"^\s+(?P<pin>\S+==\S+)[^\n]* from (?P<url>\S+).*?Got\s+(?P<hash>[0-9a-f]{64})", re.M | re.S)

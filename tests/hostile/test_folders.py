@@ -218,7 +218,9 @@ def hostile_case(seed: int, template: dict[str, Path]) -> tuple[str, list[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 525, 75))
+@pytest.mark.parametrize(
+    "start", [0, 75, *(pytest.param(start, marks=pytest.mark.product) for start in range(150, 525, 75))]
+)
 def test_five_hundred_hostile_folders_end_in_one_line_and_change_nothing_outside(
     start: int, templates: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

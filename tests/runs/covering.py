@@ -21,6 +21,14 @@ def covering_methods() -> frozenset[str]:
     return frozenset(found)
 
 
+def first_of_each_rule() -> frozenset[str]:
+    """The first method in the order of the table that mixes by its rule."""
+    first = dict[str, str]()
+    for method, row in METHODS.items():
+        first.setdefault(row.rule, method)
+    return frozenset(first.values())
+
+
 def with_marks(methods: Iterable[str], quick: Iterable[str]) -> list[object]:
     """Parameters of a test: those that are not quick are left to `make test-all`."""
     chosen = set(quick)

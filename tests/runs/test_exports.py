@@ -63,9 +63,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 """What a method needs beside its name."""
 EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()} - {"fedalt"})
 """Methods, and the rules that no method has: what a method exports is what its rule has left. PEFT has no gate."""
-ALL_FAMILIES = [
-    pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES
-]
+ALL_FAMILIES = with_marks(ARCHITECTURES, (*QUICK_ARCHITECTURES, "phi3", "qwen3", "gemma3_text", "xlm-roberta"))
 QUICK = (
     *("atlas_pad", "centralized", "fedalt_fixed", "fedbabu", "fedex", "fedpac", "ffa", "flora", "hsplitlora"),
     *("kriging", "local_prior", "mr_mtl_cluster"),

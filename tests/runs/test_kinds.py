@@ -1,7 +1,7 @@
 """What shows at once that a kind of training is broken: a run, a resume after a kill, a federation, a failing audit."""
 
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
+from tests.runs.covering import PRODUCT
 from tests.runs.federation import Federation, adapters
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
@@ -116,7 +117,6 @@ NOT_SERVED = {
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}
 IN_SESSIONS = {kind for kind, (_, values) in METHODS_OF_THEIR_OWN.items() if values["strategy"] in CASES}
 """Methods that test_method_sessions.py resumes."""
-SLOW = pytest.mark.slow
 CORE = (
     *("adapters on text", "cut models", "adapters on images", "whole images", "whole images under a mask"),
     *("whole text models", "class frequencies in the logits"),
@@ -124,9 +124,12 @@ CORE = (
 """One of each kind of weights and of what a client sends; the others differ from these in what they train."""
 
 
-def of_kinds(kinds: Iterable[str], *, others: tuple[pytest.MarkDecorator, ...] = (SLOW,)) -> pytest.MarkDecorator:
-    """Give a test the config of each of these kinds in turn; those that are not of the core have other marks."""
-    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else others) for kind in kinds]
+def of_kinds(kinds: Iterable[str], *, seldom: Container[str] = ()) -> pytest.MarkDecorator:
+    """Give a test the config of each of these kinds in turn: core, slow, or left to `make test-all`."""
+    params = [
+        pytest.param(kind, marks=pytest.mark.core if kind in CORE else PRODUCT if kind in seldom else pytest.mark.slow)
+        for kind in kinds
+    ]
     return pytest.mark.parametrize("config", params, indirect=True)
 
 
@@ -154,7 +157,7 @@ def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(conf
     assert failures and {row.round for row in failures} <= {2, 3}
 
 
-@of_kinds((kind for kind in ALL_KINDS if kind not in IN_SESSIONS), others=(SLOW, pytest.mark.product))
+@of_kinds((kind for kind in ALL_KINDS if kind not in IN_SESSIONS), seldom=ALL_KINDS)
 def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:
@@ -170,7 +173,7 @@ def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     passing_audit(killed)
 
 
-@of_kinds(ALL_KINDS)
+@of_kinds(ALL_KINDS, seldom=("changes dropped by the seed", "clusters cut in two", "factors rotated by the server"))
 def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_there_is_none(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:

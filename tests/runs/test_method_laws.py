@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
-from tests.runs.covering import covering_methods, with_marks
+from tests.runs.covering import covering_methods, first_of_each_rule, with_marks
 from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import audited, rows, same_tensors
 
@@ -130,7 +130,7 @@ def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(config,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized"}))
+@pytest.mark.parametrize("method", with_marks(METHODS, first_of_each_rule() - {"centralized"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     # one device for all: profiles go by place, and with another device a client arrives at another time
     small = {**words_of(method), "samples": 8, "local_epochs": 1, "devices": ("laptop_8gb",)}

@@ -90,9 +90,9 @@ def federation(
     ("values", "server_task"),
     [
         ({"strategy": "fedavg"}, ""),
-        ({"strategy": "atlas"}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM"),
+        pytest.param({"strategy": "atlas"}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM", marks=pytest.mark.product),
         ({"strategy": "atlas", "columns": LABELS}, "triage,labels=ABBR|DESC|ENTY|HUM|LOC|NUM|what|who,multi=;"),
-        ({"strategy": "fedavg", "columns": LABELS, "split": "north=1"}, ""),
+        pytest.param({"strategy": "fedavg", "columns": LABELS, "split": "north=1"}, "", marks=pytest.mark.product),
     ],
 )
 def test_three_sites_end_with_the_bits_of_one_csv(
