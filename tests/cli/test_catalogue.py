@@ -1,6 +1,6 @@
 import pytest
 
-from atlas_fl.cli.run import CATALOGUES
+from atlas_fl.cli.catalogue import CATALOGUES
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.presets import presets

@@ -124,10 +124,11 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 @pytest.mark.slow
 def test_a_command_imports_what_it_always_needs_and_collects_garbage_after_it() -> None:
     done = in_a_process(
-        "import gc, sys; from atlas_fl.cli.main import main; main(['list', 'presets']); import atlas_fl.cli.deploy; "
-        "print(sorted({'pandas', 'scipy.stats', 'sklearn'} & set(sys.modules)), gc.isenabled())"
+        "import gc, sys; from atlas_fl.cli.main import main; main(['list', 'presets']); "
+        "of_list = 'transformers' in sys.modules; import atlas_fl.cli.deploy; "
+        "print(of_list, sorted({'pandas', 'scipy.stats', 'sklearn'} & set(sys.modules)), gc.isenabled())"
     )
-    assert done.stdout.splitlines()[-1] == "[] True", done.stderr
+    assert done.stdout.splitlines()[-1] == "False [] True", done.stderr
 
 
 @pytest.mark.slow

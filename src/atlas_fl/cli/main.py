@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, Command] = {
     "fetch": Command("run.fetch", options.FetchOptions),
     "doctor": Command("doctor.doctor", options.DoctorOptions),
     "demo": Command("doctor.demo", options.DemoOptions),
-    "list": Command("run.catalogue", options.ListOptions),
+    "list": Command("catalogue.catalogue", options.ListOptions),
     "check-method": Command("run.check_methods", options.CheckMethodOptions),
     "plan": Command("run.plan", options.PlanOptions),
     "run": Command("run.run", options.RunOptions),

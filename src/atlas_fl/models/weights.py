@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.storage.extras import import_extra
 
@@ -58,6 +57,8 @@ QUANTISERS: Mapping[str, Callable[[Tensor], Tensor]] = {"int8": to_int8, "nf4": 
 
 def hold_weights(model: nn.Module, held: str) -> None:
     """Hold the model's weights in this type; the model is changed. Raises `ConfigError` where torchao is missing."""
+    from transformers.pytorch_utils import Conv1D
+
     quantise = QUANTISERS.get(held)
     for module in model.modules():
         is_linear = isinstance(module, (nn.Linear, Conv1D))
