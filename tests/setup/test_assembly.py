@@ -56,6 +56,7 @@ def test_prompts_that_are_cut_are_counted(tiny_of) -> None:
     tokens = ClientTokens(task=task, splits={"train": rows}, prompts={"test": prompts})
     (note,) = truncation_notes({"t-0": tokens}, backbone)
     assert note.startswith("t: 2 of 2 texts and prompts are longer than 8 tokens and are cut; p95 is 10")
+    assert note.endswith(" (--max-length), with --new-tokens of an answer")
 
 
 def test_a_model_with_positions_for_no_text_is_refused(tiny_of, tmp_path) -> None:

@@ -543,8 +543,9 @@ def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tu
             lines.append(
                 f"{name}: {num_cut:,} of {len(full):,} texts{' and prompts' * bool(prompts)} are longer than"
                 f" {kept[full > kept].max():,} tokens and {f'lose their {lost}' if lost else 'are cut'}; p95 is"
-                f" {np.quantile(full, 0.95, method='higher'):,}, the longest has {full.max():,}, and the model reads up"
-                f" to {max_sequence_length(backbone):,} (--max-length)"
+                f" {np.quantile(full, 0.95, method='higher'):,}, the longest has {full.max():,}, and the model reads"
+                f" up to {max_sequence_length(backbone):,} (--max-length)"
+                f"{', with --new-tokens of an answer' * bool(prompts)}"
             )
     return tuple(lines)
 
