@@ -86,7 +86,8 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     if comparison.pairs:
         title = f"{result.title}: against {comparison.control}"
         against, tests = (table.without(SAID_ELSEWHERE) for table in pair_tables(comparison))
-        pairs: list[Block] = [difference_chart(comparison, place), against, Folded(title="Tests", blocks=[tests])]
+        beside = [_open_in_the_first(against, place), Folded(title="Tests", blocks=[tests])]
+        pairs: list[Block] = [difference_chart(comparison, place), *beside]
         sections.append(Section(name=f"pairs-{place}", title=title, blocks=pairs))
     costs: list[Block] = [*fronts(comparison, place), _open_in_the_first(totals, place)]
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
