@@ -197,11 +197,11 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epsilon": 3.0}, "--epsilon is 3; allowed: above 0, with --dp example"),
-        ({"dp": "example", "epsilon": 0.0}, "--epsilon is 0; allowed: above 0"),
-        ({"dp": "site"}, "--dp is 'site'; allowed: none, example, client"),
-        ({"delta": 0.01}, r"--delta is 0\.01; allowed: above 0 and below 1, with --dp example or client"),
-        ({"dp": "client", "epsilon": 3.0, "delta": 1.0}, "--delta is 1; allowed: above 0 and below 1"),
+        ({"epsilon": 3.0}, "--epsilon and --delta are most of what --dp spends; say --dp example"),
+        ({"dp": "example", "epsilon": 0.0}, r"--epsilon is 0\.0; allowed: above 0"),
+        ({"dp": "site"}, "--dp is 'site'; allowed: one of none, example, client"),
+        ({"delta": 0.01}, "--epsilon and --delta are most of what --dp spends; say --dp example or client"),
+        ({"dp": "client", "epsilon": 3.0, "delta": 1.0}, r"--delta is 1\.0; allowed: above 0, below 1"),
     ],
 )
 def test_a_pin_that_says_nothing_is_one_line(values, message) -> None:

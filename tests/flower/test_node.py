@@ -33,14 +33,17 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
         ({}, "--node-config of node 7 has no task; start its SuperNode as with 'name="),
         ({"task": "movie"}, "--node-config of node 7 has no device"),
         ({**GIVEN, "parts": 1}, "unknown key in --node-config: 'parts'; did you mean 'part'"),
-        ({**GIVEN, "part": True}, "part in --node-config is True; it must be a whole num"),
-        ({**GIVEN, "task": 3}, "task in --node-config is 3; it must be text"),
-        ({**GIVEN, "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
-        ({**GIVEN, "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hub-model,"),
+        ({**GIVEN, "part": True}, "--part is True; allowed: a whole number, or none"),
+        ({**GIVEN, "task": 3}, "--task is 3; allowed: a text"),
+        ({**GIVEN, "data-dir": ""}, "--data-dir is ''; allowed: printable text that is not empty"),
+        (
+            {**GIVEN, "allow": "cut all"},
+            "--allow is ('cut', 'all'); allowed: a list, each one of cut, labels, hub-model,",
+        ),
         ({**GIVEN, "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
-        ({**GIVEN, "config": ""}, "config in --node-config is ''; it must be text"),
+        ({**GIVEN, "config": ""}, "--config is ''; allowed: printable text that is not empty"),
         ({**GIVEN, "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),
-        ({**GIVEN, "patience": 0}, "patience in --node-config is 0; it must be a number"),
+        ({**GIVEN, "patience": 0}, "--patience is 0; allowed: above 0"),
     ],
 )
 def test_a_config_that_is_wrong_is_one_line(config: dict[str, Any], message: str) -> None:

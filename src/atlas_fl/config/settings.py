@@ -13,6 +13,7 @@ from atlas_fl.config.schema import Config
 from atlas_fl.config.values import (
     Form,
     Mark,
+    convert_value,
     from_text,
     invalid_value,
     item_kind,
@@ -182,6 +183,20 @@ def find_setting(name: str) -> Setting:
     if key not in table:
         raise unknown_setting(name)
     return table[key]
+
+
+def check_kind(setting: Setting, value: Any) -> None:
+    """Raise ConfigError unless the value is of its type, and every text printable and not empty."""
+    try:
+        # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
+        is_valid = bool(convert_value(value, setting.kind) == value or value != value)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise wrong_kind(setting.flag, value, setting.kind)
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str) and not (text and text.isprintable()):
+            raise invalid_value(setting.flag, text, "printable text that is not empty")
 
 
 def check_range(setting: Setting, value: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atlas_fl.config import conflicts, methods, presets, schema, values
-from atlas_fl.config.settings import check_range, settings, value_of
+from atlas_fl.config.settings import check_kind, check_range, settings, value_of
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
 
@@ -27,17 +27,7 @@ def validate(config: schema.Config, *, at_sites: bool = False) -> schema.Config:
         AtlasError: the first wrong setting; one line with its value, what is allowed and the remedy.
     """
     for setting in settings().values():
-        value = value_of(config, setting.name)
-        try:
-            # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
-            is_valid = bool(values.convert_value(value, setting.kind) == value or value != value)
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise values.wrong_kind(setting.flag, value, setting.kind)
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not (text and text.isprintable()):
-                raise values.invalid_value(setting.flag, text, "printable text that is not empty")
+        check_kind(setting, value_of(config, setting.name))
     plugins = load_plugins(config.run.plugin)
     if plugins != config.run.plugin:
         config = replace(config, run=replace(config.run, plugin=plugins))

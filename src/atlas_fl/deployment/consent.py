@@ -6,9 +6,11 @@ settings (`deployment.job_policy`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
-from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.config.settings import check_kind, check_range, declared_settings
+from atlas_fl.errors import ConfigError
+from atlas_fl.ranges import Range
 
 Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
 """Words of `--allow`."""
@@ -35,22 +37,22 @@ class SiteChoices:
     (a model of the hub that the server names is loaded), `linear-steps` (--optimizer sgd, whose updates are sums of
     gradients) and `partial-training` (--trained-parts without the head or the factors A): under the last two texts were
     read out of updates."""
-    least_examples: int = 16
+    least_examples: Annotated[int, Range(least=1)] = 16
     """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
     take fewer are refused."""
     # Each update is one equation for as many unknowns as there are examples: with as many rounds as examples a server
     # that knew their order has solved them, with half as many it cannot.
-    max_rounds_per_example: float = 0.5
+    max_rounds_per_example: Annotated[float, Range(above=0)] = 0.5
     """Most rounds of training for each training example here; settings with more are refused."""
-    most_sketch: int = 4096
+    most_sketch: Annotated[int, Range(least=2)] = 4096
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
     dp: Literal["none", "example", "client"] = "none"
     """`example` refuses a server whose settings have no differential privacy of examples, `client` one whose settings
     have none of whole sites."""
-    epsilon: float | None = None
+    epsilon: Annotated[float | None, Range(above=0)] = None
     """Most epsilon that the training examples here, or with --dp client this site, spend in all runs together, by
     NAME-privacy or NAME-runs beside the secret; --dp needs it. Settings with a larger one are refused."""
-    delta: float | None = None
+    delta: Annotated[float | None, Range(above=0, below=1)] = None
     """Most delta of settings with --dp; by default n^-1.1 of n training examples here, and .001 with --dp client: it is
     to be below one over the sites, which no site can count."""
     secure: int = 0
@@ -72,7 +74,7 @@ class SiteChoices:
     """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
     and they must have the digests of the server's."""
 
-    patience: float = 600.0
+    patience: Annotated[float, Range(above=0)] = 600.0
     """Seconds to try a server again that has gone."""
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private beside --to by
@@ -92,14 +94,14 @@ class ServiceChoices:
 
     host: str = "0.0.0.0"
     """Address of this machine to listen on; 0.0.0.0 for all."""
-    port: int = 8470
+    port: Annotated[int, Range(least=0, most=65535)] = 8470
     """Port to listen on; 0 for a free one."""
-    min_clients: int = 0
+    min_clients: Annotated[int, Range(least=0)] = 0
     """Fewest clients that the plan and every round need; 0 for all that are listed."""
-    wait: float = 600.0
+    wait: Annotated[float, Range(above=0)] = 600.0
     """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
     not got their model."""
-    deadline: float = 600.0
+    deadline: Annotated[float, Range(above=0)] = 600.0
     """Seconds that a client has for a job; who lets it pass misses the round."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
@@ -113,23 +115,20 @@ def choices_of(kind: type[Any], options: Any) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(kind)}
 
 
+def check_choices(kind: type[Any], options: Any) -> None:
+    """Raise `ConfigError` unless the choices of this kind are of their types and in their ranges."""
+    for choice in declared_settings(kind, group=""):
+        value = getattr(options, choice.name)
+        check_kind(choice, value)
+        check_range(choice, value)
+
+
 def check_consent(consent: SiteChoices) -> None:
     """Raise `ConfigError` unless this can be agreed to."""
     from atlas_fl.secure_sums import LEAST, MOST  # numpy and cryptography, which no help page waits for
 
-    if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
-        raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
+    check_choices(SiteChoices, consent)
     if consent.secure and not LEAST <= consent.secure <= MOST:
         raise ConfigError(f"--secure is {consent.secure}; allowed: {LEAST} to {MOST} sites, or 0 for no demand")
-    if consent.least_examples < 1:
-        raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
-    if not consent.max_rounds_per_example > 0:
-        raise ConfigError(f"--max-rounds-per-example is {consent.max_rounds_per_example:g}; allowed: above 0")
-    if consent.dp not in ("none", "example", "client"):
-        raise ConfigError(f"--dp is {short_repr(consent.dp)}; allowed: none, example, client")
-    if consent.epsilon is not None and (consent.dp == "none" or not consent.epsilon > 0):
-        raise ConfigError(f"--epsilon is {consent.epsilon:g}; allowed: above 0, with --dp example or client")
-    if consent.delta is not None and (consent.dp == "none" or not 0 < consent.delta < 1):
-        raise ConfigError(f"--delta is {consent.delta:g}; allowed: above 0 and below 1, with --dp example or client")
-    if consent.most_sketch < 2:
-        raise ConfigError(f"--most-sketch is {consent.most_sketch}; allowed: at least 2")
+    if consent.dp == "none" and (consent.epsilon is not None or consent.delta is not None):
+        raise ConfigError("--epsilon and --delta are most of what --dp spends; say --dp example or client, too")

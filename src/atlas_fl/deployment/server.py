@@ -14,6 +14,7 @@ from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
+from atlas_fl.deployment.consent import ServiceChoices, check_choices
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.deployment.settings_policy import key_book
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
@@ -148,6 +149,7 @@ def check_sites(config: Config, proxies: Sequence[ClientProxy], *, listed: tuple
 
 def check_served(config: Config, service: ServerOptions) -> None:
     """Raise `ConfigError` unless this config means the same across machines (`config/unserved.tsv`)."""
+    check_choices(ServiceChoices, service)
     for conflict in conflicts("unserved.tsv"):
         if conflict.applies(config):
             raise ConfigError(conflict.message(config))
@@ -174,10 +176,6 @@ def check_served(config: Config, service: ServerOptions) -> None:
             "--secure needs keys that the server has not made, and under Flower it makes all; take `atlas serve`"
         )
     pick_device(config.run.accelerator)
-    if service.min_clients < 0 or service.wait <= 0 or service.deadline <= 0:
-        raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
-    if not 0 <= service.port <= 65535:
-        raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
 
 
 def _expected_clients(

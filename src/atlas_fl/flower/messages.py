@@ -1,12 +1,13 @@
 """Messages between Flower's ServerApp and ClientApp, and `--node-config`; the only importer of Flower, an extra."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
-from atlas_fl.deployment.consent import SiteChoices, check_consent
+from atlas_fl.deployment.consent import SiteChoices, check_choices, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
+from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic
@@ -43,17 +44,8 @@ class Node(SiteChoices):
     """Name of the client in the federation; the node's number where the config gives none."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
-    patience: float = 60.0
+    patience: Annotated[float, Range(above=0)] = 60.0
     """Seconds to try a server again that has gone."""
-
-
-def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]]:
-    """(a value of this type in words, its test); several words are one text."""
-    if int in (hint, *get_args(hint)):
-        return "a whole number", lambda value: type(value) is int
-    if float in (hint, *get_args(hint)):
-        return "a number above 0", lambda value: type(value) in (int, float) and value > 0
-    return "text", lambda value: type(value) is str and value != ""
 
 
 def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
@@ -64,14 +56,13 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
         name = key.replace("-", "_")
         if name not in hints:
             raise unknown_name("key in --node-config:", key, [known.replace("_", "-") for known in hints])
-        kind, fits = _kind(hints[name])
-        if not fits(value):
-            raise ConfigError(f"{key} in --node-config is {value!r}; it must be {kind}")
-        values[name] = tuple(value.split()) if get_origin(hints[name]) is tuple else value
+        is_list = get_origin(hints[name]) is tuple and isinstance(value, str)
+        values[name] = tuple(value.split()) if is_list else value
     for key in ("task", "device"):
         if key not in values:
             raise ConfigError(f"--node-config of node {node_id} has no {key}; start its SuperNode as with '{SAMPLE}'")
     node = Node(**values)
+    check_choices(Node, node)
     check_name(node.name)
     check_consent(node)
     return node
