@@ -63,14 +63,14 @@ def test_a_saved_folder_of_the_hubs_format_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "label", "message"),
-    [((32, 32), 100, "holds no whole numbers from 0 to 99"), ((16, 16), 0, "is 16 x 16 and not 32 x 32")],
+    [((32, 32), 100, "is out of range; it has 100 classes from 0 on"), ((16, 16), 0, "is 16 x 16 and not 32 x 32")],
 )
 def test_another_label_or_size_is_one_line(shape: tuple[int, int], label: int, message: str, tmp_path: Path) -> None:
     image = Image.fromarray(np.zeros((*shape, 3), dtype=np.uint8))
     columns = datasets.Features(img=datasets.Image(), fine_label=datasets.Value("int64"))
     rows = datasets.Dataset.from_dict({"img": [image], "fine_label": [label]}, features=columns)
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "cifar100")
-    with pytest.raises(DataError, match=rf"train of cifar100 {message}|of train of cifar100 {message}"):
+    with pytest.raises(DataError, match=rf"train of cifar100 {message}"):
         load("cifar100", tmp_path)
 
 

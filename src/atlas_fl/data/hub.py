@@ -1,6 +1,6 @@
 """Tasks of the hub by name, and its data sets: from a directory, the cache of `datasets`, or the hub itself.
 
-The rows of the tasks stand in `hub_tasks.toml`: GLUE, IMDB, AG News, Yelp, SQuAD, E2E, XSum.
+The rows of the tasks stand in `hub_tasks.toml`: GLUE, IMDB, AG News, Yelp, SQuAD, E2E, XSum, CIFAR.
 
 A. Wang et al., GLUE, ICLR 2019; IMDB: Maas et al., ACL 2011; AG News and Yelp: Zhang, Zhao and LeCun, NIPS 2015; SQuAD:
 Rajpurkar et al., EMNLP 2016; E2E: Novikova et al., SIGDIAL 2017; XSum: Narayan et al., EMNLP 2018. The labels of most
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
+from atlas_fl.data.image_sets import decode_image
 from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
-from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
+from atlas_fl.data.task import Examples, Images, Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.files import atomic_folder
@@ -141,9 +142,13 @@ class Format(Published):
     """Place of a data set on the hub, and its columns."""
 
     text: str
-    """Column of the text, or of the prompt after which is written."""
+    """Column of the text or image, or of the prompt after which is written."""
+    images: bool = False
+    """True if the column holds images."""
     pair: str | None = None
     """Column of the second text."""
+    label: str = "label"
+    """Column of the classes or numbers."""
     label_names: Sequence[str] = ()
     """Empty for a regression, and for what is written."""
     target: str | None = None
@@ -162,18 +167,25 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
         split: _rows(table, form, origin=f"{split} of {form.title}")
         for split, table in tables.items()
         # some copies leave the hidden labels out, others write -1
-        if split in SPLITS and (split != "test" or (form.target or "label") in table)
+        if split in SPLITS and (split != "test" or (form.target or form.label) in table)
     }
-    return arrange(rows, name=form.name, labelled=form.target is None)
+    share = source.validation_share if form.images else None
+    return arrange(rows, name=form.name, labelled=form.target is None, validation_share=share)
 
 
-def _rows(table: Table, form: Format, *, origin: str) -> Rows:
+def _rows(table: Table, form: Format, *, origin: str) -> Examples:
     if form.target is not None:
         return _rows_to_write(table, form, form.target, origin=origin)
-    label = _labels(column(table, "label", origin=origin), form, origin=origin)
+    label = _labels(column(table, form.label, origin=origin), form, origin=origin)
+    known = np.flatnonzero(label != HIDDEN)
+    if form.images:
+        if form.text not in table:
+            raise DataError(f"{origin} has no column {form.text!r}; it has {', '.join(map(repr, table))}")
+        pixels = np.stack([decode_image(value, origin=origin) for value in table[form.text]])
+        return Images(pixels=pixels, label=label).take(known)
     pair = None if form.pair is None else texts(table, form.pair, origin=origin)
     rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
-    return rows.take(np.flatnonzero(label != HIDDEN))
+    return rows.take(known)
 
 
 def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> Rows:
@@ -208,6 +220,7 @@ def _task(form: Format) -> Task:
     return Task(
         name=form.name,
         num_labels=0 if form.target is not None else len(form.label_names) or 1,
+        images=form.images,
         metric=form.metric,
         max_length=form.max_length,
         label_names=tuple(form.label_names),

@@ -1,4 +1,4 @@
-"""Image tasks: digits, Fashion-MNIST (IDX files), CIFAR-10 and CIFAR-100 (tables of the hub).
+"""Image tasks: digits, Fashion-MNIST (IDX files), and images of the hub (CIFAR-10 and CIFAR-100, `data.hub`).
 
 IDX: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
 uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip.
@@ -10,7 +10,6 @@ which can run code, and are not opened.
 
 import gzip
 import zlib
-from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import Published, find_tables, source_files
-from atlas_fl.data.tables import Table, column
 from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import assets
@@ -91,38 +88,10 @@ def _read_fashion(folder: Path, start: str) -> Images:
 
 
 _SIDE = 32
-_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
-_HUNDRED = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
-wolf woman worm
-"""
 
 
-def load_cifar(source: Source, *, published: Published, label: str, num_labels: int) -> TaskData:
-    """Its own test split, and a validation split cut from its train; `label` is the column of its classes."""
-    tables = find_tables(published, source)
-    splits = {
-        split: _cifar_images(table, label, num_labels, origin=f"{split} of {published.title}")
-        for split, table in tables.items()
-    }
-    return arrange(splits, name=published.name, validation_share=source.validation_share)
-
-
-def _cifar_images(table: Table, label: str, num_labels: int, *, origin: str) -> Images:
-    if "img" not in table:
-        raise DataError(f"{origin} has no column 'img'; it has {', '.join(map(repr, table))}")
-    labels = np.asarray(column(table, label, origin=origin))
-    if labels.dtype != np.int64 or labels.min() < 0 or labels.max() >= num_labels:
-        raise DataError(f"column {label!r} of {origin} holds no whole numbers from 0 to {num_labels - 1}; get it again")
-    return Images(pixels=np.stack([_decode(value, origin=origin) for value in table["img"]]), label=labels)
-
-
-def _decode(value: Any, *, origin: str) -> Pixels:
+def decode_image(value: Any, *, origin: str) -> Pixels:
+    """The pixels of an image of a table of the hub; a `DataError` if it is none of 32 x 32."""
     from PIL import Image
 
     try:
@@ -135,20 +104,6 @@ def _decode(value: Any, *, origin: str) -> Pixels:
     if array.shape != (_SIDE, _SIDE, 3):
         raise DataError(f"an image of {origin} is {array.shape[0]} x {array.shape[1]} and not {_SIDE} x {_SIDE}")
     return array
-
-
-def _cifar_task(name: str, title: str, *, config: str, label: str, label_names: str) -> Task:
-    published = Published(name=name, repository=f"uoft-cs/{name}", config=config)
-    names = tuple(label_names.split())
-    return Task(
-        name=name,
-        num_labels=len(names),
-        images=True,
-        label_names=names,
-        note=f"{title}, photographs, 32 x 32; from the hub, its cache, or tables in --data-dir",
-        load=partial(load_cifar, published=published, label=label, num_labels=len(names)),
-        files=partial(source_files, published),
-    )
 
 
 VISION: tuple[Task, ...] = (
@@ -170,6 +125,4 @@ VISION: tuple[Task, ...] = (
         load=load_fashion,
         files=lambda source: [folder / name for folder in _fashion_folders(source) for name in assets()[FASHION].files],
     ),
-    _cifar_task("cifar10", "CIFAR-10", config="plain_text", label="label", label_names=_TEN),
-    _cifar_task("cifar100", "CIFAR-100", config="cifar100", label="fine_label", label_names=_HUNDRED),
 )
