@@ -14,7 +14,7 @@ from tests.sources import MODULES, ROOT, listed, nodes
 from tools.lock import read_pins
 
 OWNERS = {
-    "transformers": "models/",
+    "transformers": ("models/", "storage/gguf_smollm2.py"),
     "tokenizers": "models/",
     "datasets": "data/",
     "peft": ("models/peft_io.py",),

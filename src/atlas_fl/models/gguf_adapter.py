@@ -1,8 +1,7 @@
 """Adapters of language models in GGUF, as llama.cpp and what builds on it read them (`--lora FILE`).
 
 The names of the tensors are those of the package `gguf`. Rows of queries and keys of Llama and Mistral stand in another
-order there: the two halves of a head alternate, because llama.cpp rotates neighbours where transformers rotates halves
-(`storage.gguf_smollm2` reads them so).
+order there: the two halves of a head alternate, because llama.cpp rotates neighbours where transformers rotates halves.
 """
 
 from collections.abc import Callable, Mapping
