@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import SCALED_BY
@@ -28,7 +27,7 @@ from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, select, shared_params
-from atlas_fl.planning.leakage import MODELS_A_ROUND, is_scored_round
+from atlas_fl.planning.leakage import MODELS_A_ROUND
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
     cut_of,
@@ -71,9 +70,10 @@ def _is_training_round(config: Config, number: int) -> bool:
 
 
 def _is_scored_round(config: Config, number: int) -> bool:
-    if config.mixing.graph == "adaptive":
-        return 0 <= number <= config.training.rounds
-    return is_scored_round(config, number)
+    """Return whether a site's model is scored after this round; before round one it may be, for the graph."""
+    last = config.training.rounds
+    every = 1 if config.mixing.graph == "adaptive" else config.training.eval_every
+    return number in (0, last) or (0 < number < last and number % every == 0)
 
 
 def _is_clustering_round(config: Config, number: int) -> bool:
@@ -426,8 +426,3 @@ def _by_name(options: Any, before: str = "") -> dict[str, Any]:
         elif option.name != "hash_loaded":
             values[before + option.name] = value
     return values
-
-
-def meta_params(like: Params) -> dict[str, Tensor]:
-    """These tensors without their values, which nobody reads of an outline."""
-    return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in like.items()}

@@ -29,7 +29,7 @@ from atlas_fl.data.clients import (
 )
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
-from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
+from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
 from atlas_fl.deployment.receipt import OTHER_RUN, Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
@@ -75,7 +75,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, keeps_models, keeps_trees, scale_of, second_part, share_of
+from atlas_fl.setup.options import dealing_of, keeps_models, scale_of, second_part, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -108,7 +108,7 @@ class SiteRuntime:
         store, part = None, second_part(config)
         weights = {} if part is None else part.initial({})  # a model of one's own has them beside the others
         keeps_parts = not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share))
-        if keeps_parts or keeps_trees(config):
+        if keeps_parts or config.images.carry_momentum or config.training.error_feedback:
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
             store = PrivateParamStore(
@@ -184,7 +184,8 @@ class SiteRuntime:
     def outline(self) -> Outline:
         """Names and shapes of the model and its adapters, with none of its blocks loaded."""
         whole, modules = self._outline
-        like = meta_params(self._initial_params(dict.fromkeys(modules, 1)))
+        params = self._initial_params(dict.fromkeys(modules, 1))
+        like = {key: torch.empty_like(tensor, device="meta") for key, tensor in params.items()}
         return Outline(
             like=like,
             names=self._names,

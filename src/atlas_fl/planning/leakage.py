@@ -35,12 +35,6 @@ MODELS_A_ROUND = 2
 was killed mixes the round again without a client."""
 
 
-def is_scored_round(config: Config, number: int) -> bool:
-    """Return whether a site's model is scored after this round; before round one it may be, for the graph."""
-    last = config.training.rounds
-    return number in (0, last) or (0 < number < last and number % config.training.eval_every == 0)
-
-
 def most_looks(config: Config, *, examples: int) -> dict[Split, int]:
     """Number of times that a server may see the row of one token of each split at a cut, with other noise each.
 

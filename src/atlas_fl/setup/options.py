@@ -212,11 +212,6 @@ def share_of(config: Config, options: TrainOptions, *, round: int) -> tuple[str,
     return () if is_second or (mixing.secure and is_own) else mixing.share
 
 
-def keeps_trees(config: Config) -> bool:
-    """Return whether clients keep tensors beside their models from round to round."""
-    return config.images.carry_momentum or config.training.error_feedback
-
-
 def keeps_models(config: Config) -> bool:
     """Return whether clients have models of their own that never leave them, across machines."""
     mixing = config.mixing
