@@ -52,5 +52,3 @@ def test_a_mask_that_freezes_all_is_refused(tmp_path: Path) -> None:
     other = {"w": ~A["w"], "b": A["b"]}
     with pytest.raises(ConfigError, match="the intersection of these 2 masks lets no weight move; take the union"):
         merge_masks({"a": A, "b": other}, method="intersection")
-    with pytest.raises(ConfigError, match="unknown merge 'mean'"):
-        merge_masks({"a": A}, method="mean")

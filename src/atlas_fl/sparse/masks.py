@@ -238,8 +238,7 @@ def check_sparsity(sparsity: float) -> None:
 
 
 def check_any_kept(params: Params, *, sparsity: float, scope: Scope) -> None:
-    """Raise ConfigError unless some of these weights move and some do not."""
-    check_sparsity(sparsity)
+    """Raise ConfigError unless some of these weights move."""
     sizes = [tensor.numel() for tensor in params.values()]
     if not any(round((1 - sparsity) * size) for size in ([sum(sizes)] if scope == "global" else sizes)):
         raise ConfigError(f"sparsity {sparsity:.12g} lets none of {sum(sizes):,} weights move; give a smaller one")
@@ -348,14 +347,12 @@ def load_mask(path: Path, *, like: Params) -> dict[str, Tensor]:
 
 
 def merge_masks(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
-    """One mask out of several, by their names.
+    """One mask out of several, by their names and the method's (`MASK_MERGES`).
 
     Raises:
-        ConfigError: the method is unknown, or nothing is left.
+        ConfigError: nothing is left.
         ModelError: one is of another model than the first; the message names both.
     """
-    if method not in MASK_MERGES:
-        raise unknown_name("merge", method, MASK_MERGES)
     check_same_model(masks)
     first, *_ = masks.values()
     merge = MASK_MERGES[method]
