@@ -371,12 +371,9 @@ class CertsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(RunsDirOptions):
     """Show what is installed, which devices there are, what is missing and how to get it; exits with 1 where something
     is missing that the presets smoke and quick need."""
-
-    runs_dir: str = "runs"
-    """Where run folders would lie."""
 
 
 @dataclass(frozen=True, kw_only=True)

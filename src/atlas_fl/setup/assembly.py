@@ -22,7 +22,7 @@ from atlas_fl.data.chat import last_answer
 from atlas_fl.data.clients import ClientData, client_names, group_by, make_clients, site_of
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
-from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
+from atlas_fl.data.task import Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
 from atlas_fl.models import chat_template, loading, peft_io, stock, tokenization
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
@@ -432,8 +432,7 @@ def tokenise(
     if backbone.vision is not None:
         return image_tokens(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
     limit = length_limit(task, config, backbone)
-    examples: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
-    splits = {name: as_texts(rows, task=task.name) for name, rows in examples.items()}
+    splits = {name: as_texts(rows, task=task.name) for name, rows in client.splits.items()}
     if not task.writes:
         return ClientTokens(
             task=task, splits={name: _encode_rows(rows, backbone, limit, task) for name, rows in splits.items()}
