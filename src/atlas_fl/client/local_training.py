@@ -320,10 +320,6 @@ class LocalTrainer:
             options, factor = self.options, self.options.head_rate if is_head_step else 1.0
             optimizer_step(self.optimizer, options, round=self.job.round, done=done, steps=self.steps, factor=factor)
             self._second.after_step(self.leaves)
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
         for leaf in self.leaves.values():
             leaf.grad = None
 

@@ -151,11 +151,6 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
             raise _switched_off(config, name)
 
 
-def check_swept_setting(config: Config, name: str) -> None:
-    """Raise ConfigError unless a sweep may give this setting the value that it has here."""
-    check_typed_settings(config, {settings()[name].flag})
-
-
 def without_method_settings(config: Config) -> Config:
     """The config with the settings of its method at their defaults, as the base of runs of other strategies."""
     method = published_methods().get(config.mixing.strategy)

@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from atlas_fl.config import Config, config_hash, parse_config, pin_mask_file, run_folder, to_toml, validate, with_values
-from atlas_fl.config.methods import check_swept_setting, without_method_settings
+from atlas_fl.config.methods import check_typed_settings, without_method_settings
 from atlas_fl.config.presets import turn_dial
-from atlas_fl.config.settings import find_setting
+from atlas_fl.config.settings import find_setting, settings
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, ProtocolError, short_repr
 from atlas_fl.events import OnEvent, ignore
@@ -178,8 +178,7 @@ def grid(
     for values in product(*over.values()):
         changes = dict(zip(over, values))
         changed = with_values(base, {**changes, **rounds.get(changes.get(STEPS, ""), {})})
-        for name in changes:
-            check_swept_setting(changed, name)
+        check_typed_settings(changed, {settings()[name].flag for name in changes})
         if "dial" in changes:
             changed = turn_dial(changed, changed.run.dial or 0)
         for seed in seeds:

@@ -90,7 +90,8 @@ def export_adapter(
     with atomic_folder(folder) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
-        write_labels(draft, labels)
+        if labels:
+            write_atomic(draft / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
 
 
 def export_merged(folder: Path, to: Path, *, base: str, auto: Any, multilabel: bool = False) -> None:
@@ -114,12 +115,6 @@ def export_merged(folder: Path, to: Path, *, base: str, auto: Any, multilabel: b
         PeftModel.from_pretrained(model, str(folder), trust_remote_code=False).merge_and_unload().save_pretrained(to)
         processor = AutoImageProcessor if auto is AutoModelForImageClassification else AutoTokenizer
         processor.from_pretrained(base, **loading_options(base)).save_pretrained(to)
-
-
-def write_labels(folder: Path, labels: Sequence[str]) -> None:
-    """Write the names of the classes, if there are any, in the order of the logits."""
-    if labels:
-        write_atomic(folder / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
 
 
 def _integral(alpha: float) -> int | float:
