@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower import server_app
-from atlas_fl.flower.messages import RECORD, ConfigRecord, Error, Message, RecordDict
+from atlas_fl.flower.messages import RECORD
 from atlas_fl.flower.server_app import Invitations, name_nodes, natural, order_of
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.sessions import Tokens

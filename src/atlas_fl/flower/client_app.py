@@ -17,12 +17,12 @@ FAILED = 2
 Reply = Mapping[str, Any]
 
 
-def who(_: messages.Message, context: messages.Context) -> Reply:
+def who(_: messages.app.Message, context: messages.app.Context) -> Reply:
     """This node's name in the federation, once its settings have been read."""
     return {"name": messages.node_of(context.node_config, node_id=context.node_id).name}
 
 
-def work(message: messages.Message, context: messages.Context) -> Reply:
+def work(message: messages.app.Message, context: messages.app.Context) -> Reply:
     """The result of this node at the end of the run."""
     from atlas_fl.config import load_config, pinned_config  # a question needs no torch
     from atlas_fl.deployment.site import SiteOptions, join_federation
@@ -53,24 +53,24 @@ def work(message: messages.Message, context: messages.Context) -> Reply:
 
 
 def answering(
-    handler: Callable[[messages.Message, messages.Context], Reply],
-) -> Callable[[messages.Message, messages.Context], messages.Message]:
+    handler: Callable[[messages.app.Message, messages.app.Context], Reply],
+) -> Callable[[messages.app.Message, messages.app.Context], messages.app.Message]:
     """The handler as Flower calls it: what a user can mend goes back as an error of one line."""
 
-    def answer(message: messages.Message, context: messages.Context) -> messages.Message:
+    def answer(message: messages.app.Message, context: messages.app.Context) -> messages.app.Message:
         try:
-            return messages.Message(
-                messages.RecordDict({messages.RECORD: messages.ConfigRecord(dict(handler(message, context)))}),
+            return messages.app.Message(
+                messages.app.RecordDict({messages.RECORD: messages.app.ConfigRecord(dict(handler(message, context)))}),
                 reply_to=message,
             )
         except AtlasError as error:
             show([f"atlas: {error}"])
             reason = str(error) if handler is who else UNTOLD
-            return messages.Message(messages.Error(code=FAILED, reason=reason), reply_to=message)
+            return messages.app.Message(messages.app.Error(code=FAILED, reason=reason), reply_to=message)
 
     return answer
 
 
-app = messages.ClientApp()
+app = messages.clientapp.ClientApp()
 app.query()(answering(who))
 app.train()(answering(work))

@@ -13,16 +13,10 @@ from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic
 
 try:
-    from flwr.app import ConfigRecord as ConfigRecord
-    from flwr.app import Context as Context
-    from flwr.app import Error as Error
-    from flwr.app import Message as Message
-    from flwr.app import MessageType as MessageType
-    from flwr.app import RecordDict as RecordDict
-    from flwr.clientapp import ClientApp as ClientApp
+    from flwr import app as app
+    from flwr import clientapp as clientapp
+    from flwr import serverapp as serverapp
     from flwr.common.config import get_project_dir as get_project_dir
-    from flwr.serverapp import Grid as Grid
-    from flwr.serverapp import ServerApp as ServerApp
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flwr"):
         raise

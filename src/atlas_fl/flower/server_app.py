@@ -15,17 +15,7 @@ from atlas_fl.cli.display import show, show_progress
 from atlas_fl.deployment.consent import ServiceChoices, choices_of
 from atlas_fl.errors import AtlasError, ConfigError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, ignore
-from atlas_fl.flower.messages import (
-    RECORD,
-    ConfigRecord,
-    Context,
-    Grid,
-    Message,
-    MessageType,
-    RecordDict,
-    ServerApp,
-    get_project_dir,
-)
+from atlas_fl.flower import messages
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 
 if TYPE_CHECKING:
@@ -52,25 +42,25 @@ LAST_SECONDS = 20.0
 class _Sent:
     """Messages of one kind that are out."""
 
-    grid: Grid
+    grid: messages.serverapp.Grid
     kind: str
     ttl: float
     pending: dict[str, int] = field(default_factory=dict)
     """Node by the message's id."""
 
-    def push(self, content: Mapping[int, RecordDict]) -> None:
+    def push(self, content: Mapping[int, messages.app.RecordDict]) -> None:
         """Send every node its content."""
-        messages = [Message(records, node, self.kind, ttl=self.ttl) for node, records in content.items()]
-        self.pending |= dict(zip(self.grid.push_messages(messages), content, strict=True))
+        out = [messages.app.Message(records, node, self.kind, ttl=self.ttl) for node, records in content.items()]
+        self.pending |= dict(zip(self.grid.push_messages(out), content, strict=True))
 
-    def pull(self) -> list[tuple[int, Message]]:
+    def pull(self) -> list[tuple[int, messages.app.Message]]:
         """(node, reply) of those who have replied since the last time."""
         replies = self.grid.pull_messages(list(self.pending))
         return [(self.pending.pop(reply.metadata.reply_to_message_id), reply) for reply in replies]
 
 
 def name_nodes(
-    grid: Grid, *, count: int, seconds: float, min_clients: int = 0, on_event: OnEvent = ignore
+    grid: messages.serverapp.Grid, *, count: int, seconds: float, min_clients: int = 0, on_event: OnEvent = ignore
 ) -> dict[str, int]:
     """The node behind every client's name, of `count` nodes, or for 0 of those that are connected.
 
@@ -86,9 +76,9 @@ def name_nodes(
                 " or lower nodes in --run-config"
             )
         time.sleep(POLL_SECONDS)
-    queries = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
-    queries.push({node: RecordDict() for node in connected})
-    answers: dict[int, Message] = {}
+    queries = _Sent(grid=grid, kind=messages.app.MessageType.QUERY, ttl=max(seconds, 60.0))
+    queries.push({node: messages.app.RecordDict() for node in connected})
+    answers: dict[int, messages.app.Message] = {}
     while queries.pending and time.monotonic() < until:
         answers |= queries.pull()
         time.sleep(POLL_SECONDS)
@@ -111,7 +101,7 @@ def name_nodes(
     return nodes
 
 
-def _name_in(reply: Message | None, *, seconds: float) -> str:
+def _name_in(reply: messages.app.Message | None, *, seconds: float) -> str:
     """The name that a node has told; raises an `AtlasError` where it has told none, or none that can be one."""
     if reply is None:
         raise ProtocolError(f"no answer within {seconds:g} seconds; look at its SuperNode's log")
@@ -119,7 +109,7 @@ def _name_in(reply: Message | None, *, seconds: float) -> str:
         # a SuperNode that was killed counts as connected for a while
         raise ProtocolError(f"{reply.error.reason}{GONE_REMEDY if reply.error.code == GONE else ''}")
     try:
-        name = str(reply.content[RECORD]["name"])
+        name = str(reply.content[messages.RECORD]["name"])
     except (KeyError, TypeError):
         raise ProtocolError("it told no name; install the same atlas-fl there") from None
     check_name(name)
@@ -130,7 +120,7 @@ def _name_in(reply: Message | None, *, seconds: float) -> str:
 class Invitations:
     """The long message of every node, sent again where its ClientApp or its SuperNode crashes."""
 
-    grid: Grid
+    grid: messages.serverapp.Grid
     nodes: Mapping[str, int]
     certs: Path
     """The folder that `make_certs` made."""
@@ -139,7 +129,7 @@ class Invitations:
 
     def __post_init__(self) -> None:
         self._names = {node: name for name, node in self.nodes.items()}
-        self._sent = _Sent(grid=self.grid, kind=MessageType.TRAIN, ttl=RUN_DAYS * DAY_SECONDS)
+        self._sent = _Sent(grid=self.grid, kind=messages.app.MessageType.TRAIN, ttl=RUN_DAYS * DAY_SECONDS)
         self._starts = dict.fromkeys(self._names, 0)
         self._waiting = set(self._names)
         self._over = threading.Event()
@@ -192,7 +182,7 @@ class Invitations:
             name = self._names[node]
             pem = {file: (self.certs / name / file).read_bytes() for file in (CA, CERT, KEY)}
             invitation = {"address": self.address, "token": self.tokens.issue(name), **pem}
-            content[node] = RecordDict({RECORD: ConfigRecord(invitation)})
+            content[node] = messages.app.RecordDict({messages.RECORD: messages.app.ConfigRecord(invitation)})
             self._starts[node] += 1
         if content:
             self._sent.push(content)
@@ -228,7 +218,7 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def begin(grid: Grid, context: Context) -> None:
+def begin(grid: messages.serverapp.Grid, context: messages.app.Context) -> None:
     """Carry out the run of this context and leave its folder, as `atlas serve` does."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
     try:
@@ -239,7 +229,7 @@ def begin(grid: Grid, context: Context) -> None:
         raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
 
 
-def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
+def serve(grid: messages.serverapp.Grid, order: Order, *, on_event: OnEvent) -> None:
     """Serve this order to the nodes of this grid; its config file may lie in the app's folder."""
     from atlas_fl.cli.tables import outcome
     from atlas_fl.config import load_config, validate
@@ -250,7 +240,7 @@ def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     from atlas_fl.runtime.transport.client import split_address
     from atlas_fl.runtime.transport.sessions import Tokens
 
-    app_dir = get_project_dir(grid.run.fab_id, grid.run.fab_version, grid.run.fab_hash)
+    app_dir = messages.get_project_dir(grid.run.fab_id, grid.run.fab_version, grid.run.fab_hash)
     config = validate(load_config(app_dir / order.config), at_sites=True)
     host, port = split_address(order.address)
     nodes = name_nodes(grid, count=order.nodes, seconds=order.wait, min_clients=order.min_clients, on_event=on_event)
@@ -270,5 +260,5 @@ def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 
-app = ServerApp()
+app = messages.serverapp.ServerApp()
 app.main()(begin)
