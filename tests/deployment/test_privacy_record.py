@@ -199,7 +199,6 @@ def test_a_site_refuses_a_server_without_noise_or_with_a_larger_budget(tmp_path:
     [
         ({"epsilon": 3.0}, "--epsilon and --delta are most of what --dp spends; say --dp example"),
         ({"dp": "example", "epsilon": 0.0}, r"--epsilon is 0\.0; allowed: above 0"),
-        ({"dp": "site"}, "--dp is 'site'; allowed: one of none, example, client"),
         ({"delta": 0.01}, "--epsilon and --delta are most of what --dp spends; say --dp example or client"),
         ({"dp": "client", "epsilon": 3.0, "delta": 1.0}, r"--delta is 1\.0; allowed: above 0, below 1"),
     ],

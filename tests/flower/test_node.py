@@ -40,6 +40,7 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
             {**GIVEN, "allow": "cut all"},
             "--allow is ('cut', 'all'); allowed: a list, each one of cut, labels, hub-model,",
         ),
+        ({**GIVEN, "dp": "site"}, "--dp is 'site'; allowed: one of none, example, client"),
         ({**GIVEN, "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
         ({**GIVEN, "config": ""}, "--config is ''; allowed: printable text that is not empty"),
         ({**GIVEN, "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
-from atlas_fl.deployment.consent import SiteChoices, check_choices, check_consent
+from atlas_fl.config.settings import check_kind, declared_settings
+from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
-from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic
@@ -38,7 +38,7 @@ class Node(SiteChoices):
     """Name of the client in the federation; the node's number where the config gives none."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
-    patience: Annotated[float, Range(above=0)] = 60.0
+    patience: float = 60.0
     """Seconds to try a server again that has gone."""
 
 
@@ -56,7 +56,8 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
         if key not in values:
             raise ConfigError(f"--node-config of node {node_id} has no {key}; start its SuperNode as with '{SAMPLE}'")
     node = Node(**values)
-    check_choices(Node, node)
+    for choice in declared_settings(Node, group=""):
+        check_kind(choice, getattr(node, choice.name))
     check_name(node.name)
     check_consent(node)
     return node
