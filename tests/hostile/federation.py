@@ -29,7 +29,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment import server
 from atlas_fl.deployment.service import ServerOptions, client_manager_of
-from atlas_fl.deployment.site import SiteRuntime, home_of, own_client
+from atlas_fl.deployment.site import SiteRuntime, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
 from atlas_fl.experiment.run import RunResult, run_config
@@ -240,7 +240,7 @@ def _home_at(settings: str, name: str) -> tuple[ClientData, SiteRuntime]:
     secrets = secrets_folder() if config.run.name == ANY else runs
     private, secret = runs / f"{name}-private", secrets / f"{name}-secret"
     client = own_client(config, name, task=task, part=int(part), secret=secret)
-    return client, home_of(config, client, model=_model_of(config), private=private, secret=secret)
+    return client, SiteRuntime(config, client, model=_model_of(config), private=private, secret=secret)
 
 
 def federate(

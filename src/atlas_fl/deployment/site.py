@@ -95,8 +95,31 @@ class SiteRuntime:
     """
 
     def __init__(
-        self, config: Config, client: ClientData, *, model: str, private: Path, draws: Mapping[str, Any], owner: Owner
+        self,
+        config: Config,
+        client: ClientData,
+        *,
+        model: str,
+        private: Path,
+        secret: Path,
+        run: str | None = None,
+        epsilon: float | None = None,
     ) -> None:
+        """The site of this client for a server whose model has this digest; `private` is for the parts that it keeps.
+
+        `secret` is the file of its secret, from which it draws about its own examples (`client.draws`), and the noise
+        on a cut; it is made where there is none. It outlives the run, so that a site which is started again draws the
+        same, and the same rows get the same noise whenever they are sent.
+        `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without
+        it. `epsilon` bounds what its examples spend in all runs (`deployment.privacy_record`).
+        Raises `ConfigError` where something else lies at `private` or `secret`.
+        """
+        # nothing that it draws follows from what the server knows
+        draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
+        draws["settings"] = run or config_hash(config)
+        if config.training.dp == "example":
+            draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
+        owner = Owner(client=client.name, config=draws["settings"])
         self._config = config
         self._client = client
         self._server_weights = model
@@ -210,34 +233,6 @@ class SiteRuntime:
             return self._whole
         whole, modules = self._outline
         return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
-
-
-def home_of(
-    config: Config,
-    client: ClientData,
-    *,
-    model: str,
-    private: Path,
-    secret: Path,
-    run: str | None = None,
-    epsilon: float | None = None,
-) -> SiteRuntime:
-    """The site of this client for a server whose model has this digest; `private` is for the parts that it keeps.
-
-    `secret` is the file of its secret, from which it draws about its own examples (`client.draws`), and the noise on a
-    cut; it is made where there is none. It outlives the run, so that a site which is started again draws the same, and
-    the same rows get the same noise whenever they are sent.
-    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
-    `epsilon` bounds what its examples spend in all runs (`deployment.privacy_record`).
-    Raises `ConfigError` where something else lies at `private` or `secret`.
-    """
-    # nothing that it draws follows from what the server knows
-    draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
-    draws["settings"] = run or config_hash(config)
-    if config.training.dp == "example":
-        draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
-    owner = Owner(client=client.name, config=draws["settings"])
-    return SiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
 
 
 def export_own_model(
@@ -379,7 +374,7 @@ def _work(
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
     there = str(link.welcome.get("model"))
-    home = home_of(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
+    home = SiteRuntime(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
     outline = home.outline
     identity = home.model
     said |= {"config": run, "model": identity.weights, "vocabulary": identity.vocabulary}
