@@ -77,6 +77,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "holds_frozen": ("--strategy", lambda config: method_class(config).holds_frozen),
     "takes_newcomers": ("--strategy", lambda config: method_class(config).takes_newcomers),
     "reads_classes": ("--strategy", lambda config: method_class(config).needs_classes),
+    "report": ("--strategy", lambda config: method_class(config).report),
     "takes_reports": ("--strategy", _takes_reports),
     "compares_halves": ("--strategy", lambda config: method_class(config).report == "halves"),
     "needs_one_rank": ("--strategy", _needs_one_rank),

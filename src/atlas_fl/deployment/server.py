@@ -12,7 +12,6 @@ from dataclasses import replace
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
-from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.deployment.consent import ServiceChoices, check_choices
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
@@ -157,11 +156,6 @@ def check_served(config: Config, service: ServerOptions) -> None:
     if method.across_machines:
         raise ConfigError(
             f"--strategy {mixing.strategy} {method.across_machines}; take another strategy, or use `atlas run`"
-        )
-    if method.report != "none" and config.split.split != NONE:
-        raise ConfigError(
-            f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
-            f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
         )
     if config.needs_sums and service.late:
         raise ConfigError(
