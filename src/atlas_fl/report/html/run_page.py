@@ -181,10 +181,9 @@ def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
     return table_of("By client", CLIENT_SCORES, known, note=CLIENT_SCORES_NOTE)
 
 
+CLIENT: Columns = {"client": cell_at("name", word), **{name: cell_at(name, word) for name in ("task", "device")}}
 CLIENT_SCORES: Columns = {
-    "client": cell_at("name", word),
-    "task": cell_at("task", word),
-    "device": cell_at("device", word),
+    **CLIENT,
     **{name: tables.SCORES[name] for name in ("majority", "final", "over majority", "best")},
     "in round": cell_at("best.round", count),
     "sent": cell_at("sent.up", lambda sent: size(sent or 0)),
@@ -205,9 +204,7 @@ def _clients(record: Record) -> list[Block]:
 
 
 CLIENT_DATA: Columns = {
-    "client": cell_at("name", word),
-    "task": cell_at("task", word),
-    "device": cell_at("device", word),
+    **CLIENT,
     "training": cell_at("data.examples.train", count),
     "validation": cell_at("data.examples.validation", count),
     "test": cell_at("data.examples.test", count),
