@@ -27,9 +27,11 @@ def combine(
 
 
 def add_gated(model: nn.Module, params: Params, *, family: Family, scale: Callable[[int], float]) -> nn.Module:
-    """The stock model with its head and, by hooks, two stacked adapters and their gate, from the formula of FedALT.
+    """The stock model with its head and, by hooks, stacked adapters and their gate, from the formula of FedALT.
 
     y = W x + s (w_1 B_1 A_1 x + w_2 B_2 A_2 x),  (w_1, w_2) = softmax(G x + c)
+
+    With 2 n - 1 outputs in the order of FedLEASE's program: softmax, the n largest, divided by their sum.
     """
     head = {stock_key(key): value for key, value in params.items() if key.startswith(HEAD)}
     assert not model.load_state_dict(head, strict=False).unexpected_keys
@@ -41,13 +43,19 @@ def add_gated(model: nn.Module, params: Params, *, family: Family, scale: Callab
 
 
 def _gated_hook(parts: Mapping[str, Tensor], *, scale: float) -> Callable[..., Tensor]:
-    rank = len(parts["A"]) // 2
+    outputs = len(parts["gate"])
+    count = 2 if outputs == 2 else (outputs + 1) // 2
+    a, b = parts["A"].chunk(count), parts["B"].chunk(count, dim=1)
+    leads_to = [0] * (outputs - count) + list(range(count))
 
     def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         x = inputs[0]
         weights = torch.softmax(x @ parts["gate"][:, :-1].T + parts["gate"][:, -1], dim=-1)
-        halves = (slice(rank), slice(rank, None))
-        own, rest = (x @ parts["A"][half].T @ parts["B"][:, half].T for half in halves)
-        return output + scale * (weights[..., :1] * own + weights[..., 1:] * rest)
+        largest, places = weights.topk(count)
+        shares = largest / largest.sum(dim=-1, keepdim=True)
+        for row, expert in enumerate(leads_to):
+            share = (shares * (places == row)).sum(dim=-1, keepdim=True)
+            output = output + scale * share * (x @ a[expert].T @ b[expert].T)
+        return output
 
     return add

@@ -60,6 +60,7 @@ LORA_GATE = ".lora_gate"
 LORA_CORE, LORA_SCALE = ".lora_core", ".lora_scale"
 """Square blocks between frozen B and A, (heads, rank / heads, rank / heads), and the heads' factors, (heads,), of
 methods that train these alone (`methods.core`)."""
+LORA_PARTS = (LORA_A, LORA_B, LORA_GATE, LORA_CORE, LORA_SCALE)
 PARTS = "head.parts."
 """Beginning of the names of a head's tensors that the stock model itself computes with (`models.stock`)."""
 BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.", PARTS)
@@ -99,8 +100,7 @@ def ranks(params: Params) -> dict[str, int]:
 
 def is_full_model(params: Params) -> bool:
     """Return whether these are whole weights: some are neither of an adapter nor of a head."""
-    parts = (LORA_A, LORA_B, LORA_GATE, LORA_CORE, LORA_SCALE)
-    return any(not key.startswith(HEAD) and not key.endswith(parts) and key != PRIVATE for key in params)
+    return any(not key.startswith(HEAD) and not key.endswith(LORA_PARTS) and key != PRIVATE for key in params)
 
 
 def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:

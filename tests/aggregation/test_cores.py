@@ -52,7 +52,7 @@ def test_blocks_by_hand() -> None:
 def test_the_average_of_products_is_the_product_of_averages_and_factors_keep_their_bits(name, heads) -> None:
     words = {"ravan_heads": heads} if name == "fedavg_of_heads" else {}
     method = find_method(name, space="factors", **words)
-    start = method.begin(dict.fromkeys(NAMES, plain()))
+    start = method.begin(dict.fromkeys(NAMES, plain()), FEDERATION)[0]
     if name == "fedavg_of_cores":
         made = factors_of("q", torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(3)), RANK, eta=0.1)
         start = {client: {**params, **made} for client, params in start.items()}
@@ -74,7 +74,7 @@ def test_the_average_of_products_is_the_product_of_averages_and_factors_keep_the
 
 def test_fedsb_begins_with_the_first_step_of_all_weights_at_its_rank() -> None:
     method = find_method("fedavg_of_cores", space="factors", lr=0.5, first_step=0.1, scale=lambda rank: 8 / rank)
-    start = method.begin(dict.fromkeys(NAMES, plain()))
+    start = method.begin(dict.fromkeys(NAMES, plain()), FEDERATION)[0]
     assert not with_core(start["one"], "q").any()
     draw = torch.Generator().manual_seed(4)
     reports = {client: {"q": torch.randn(D_OUT, D_IN, generator=draw)} for client in NAMES}
@@ -94,7 +94,7 @@ def test_fedsb_begins_with_the_first_step_of_all_weights_at_its_rank() -> None:
 
 def test_ravan_begins_with_orthonormal_factors_for_everyone_and_a_head_of_nothing() -> None:
     method = find_method("fedavg_of_heads", space="factors", ravan_heads=2, seed=7)
-    one, two = method.begin({"one": plain(0), "two": plain(1)}).values()
+    one, two = method.begin({"one": plain(0), "two": plain(1)}, FEDERATION)[0].values()
     for end in ("A", "B"):
         basis = one[f"q.lora_{end}"]
         assert torch.equal(basis, two[f"q.lora_{end}"])
@@ -102,7 +102,7 @@ def test_ravan_begins_with_orthonormal_factors_for_everyone_and_a_head_of_nothin
         torch.testing.assert_close(gram, torch.eye(RANK), atol=1e-5, rtol=0)
     assert not one["q.lora_core"].any() and one["q.lora_scale"].tolist() == [1.0, 1.0]
     with pytest.raises(ConfigError, match=r"--ravan-heads is 3, and q has rank 4; allowed: a divisor of it, such as 1"):
-        find_method("fedavg_of_heads", ravan_heads=3).begin({"one": plain()})
+        find_method("fedavg_of_heads", ravan_heads=3).begin({"one": plain()}, FEDERATION)
 
 
 @pytest.mark.parametrize(("d_out", "d_in"), [(10, 12), (3, 12), (10, 3)])

@@ -31,7 +31,7 @@ ALPHA = 0.1
 ONE_RANK = (
     *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated", "fedavg_by_arrival"),
     *("fedavg_with_residual", "fedavg_with_rest"),
-    *("fedavg_of_cores", "fedavg_of_heads", "fedavg_in_tree_and_outside"),
+    *("fedavg_of_cores", "fedavg_of_heads", "fedavg_in_tree_and_outside", "fedavg_cluster_routed"),
 )
 """Strategies for which validation asks for one rank."""
 
@@ -180,8 +180,10 @@ def write_run(
     (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora, each=each)))
     draw = torch.Generator().manual_seed(seed)
     start = {name: model(draw, ranks, LABELS[task]) for name, ranks, task in zip(CLIENTS, each, TASKS)}
-    write_models(path / "audit" / "round-0000", "start", start)
     state = strategy.init(start)
+    if strategy.name == "fedavg_cluster_routed":
+        start, state = strategy.begin(start, federation())
+    write_models(path / "audit" / "round-0000", "start", start)
     write_state(path / "audit" / "round-0000", state)
     for round in range(1, ROUNDS + 1):
         asked, refused = who(round)

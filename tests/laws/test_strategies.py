@@ -213,7 +213,7 @@ AS_FEDAVG = {
     ),
     "fedavg_rotated": KEYS[2:],
     # the clusters here are the tasks
-    **dict.fromkeys(("fedavg_cluster", "atlas_no_laplacian"), KEYS[2:]),
+    **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_routed", "atlas_no_laplacian"), KEYS[2:]),
 }
 """What some rules do as FedAvg does, by one of its names; all else must differ, or laws would be about FedAvg alone."""
 

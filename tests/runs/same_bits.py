@@ -19,6 +19,7 @@ import torch
 
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.experiment.export import load_models
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.params import digest
@@ -131,7 +132,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     run = RunFolder(folder)
     files = [path for place in (run.adapters, run.models) for path in sorted(place.glob("*/*.safetensors"))]
     models = {path.parent.name: digest(read_tensors(path)) for path in files}
-    assert models, f"{folder} holds no model"
+    # models with a gate are not exported
+    models = models or {client: digest(params) for client, params in load_models(run).items()}
     told = [row for row in rows(folder) if row.get("event") != "mixed"]  # what mixing did is described, not decided
     scores = [{key: value for key, value in row.items() if key not in {*MEASURED, "reason"}} for row in told]
     ledger = [json.loads(line) for line in run.ledger.read_text().splitlines()]

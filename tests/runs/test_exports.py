@@ -61,7 +61,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
 }
 """What a method needs beside its name."""
-EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()} - {"fedalt"})
+EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()} - {"fedalt", "fedlease_router"})
 """Methods, and the rules that no method has: what a method exports is what its rule has left. PEFT has no gate."""
 ALL_FAMILIES = with_marks(ARCHITECTURES, (*QUICK_ARCHITECTURES, "phi3", "qwen3", "gemma3_text", "xlm-roberta"))
 QUICK = (

@@ -94,6 +94,7 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "an own model interpolated with the shared one": ("", {**ONE_RANK, "strategy": "apfl"}),
     "an own adapter on the shared one": ("", {**ONE_RANK, "strategy": "feddpa"}),
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
+    "a router over the adapters of all clusters": ("", {**ONE_RANK, "strategy": "fedlease_router"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
     "own models pulled to their mean": ("", {**ONE_RANK, "strategy": "mr_mtl"}),
     "a frozen part beside the adapter": ("", {**ONE_RANK, "strategy": "fedex"}),
@@ -110,6 +111,7 @@ NOT_SERVED = {
     "feddyn": "--strategy feddyn has a second set of tensors beside the model",
     "fedex": "--strategy fedex has a second set of tensors beside the model",
     "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
+    "fedlease_router": "--strategy fedlease_router has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
     "fedalt": "--second-gate input has a second set of tensors beside the model",
 }

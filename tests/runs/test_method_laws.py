@@ -24,7 +24,9 @@ OF_CLIENTS = ("trained_parts", "head_epochs", "rate_factor", "prior_correction",
 """Settings of a method that say how a client trains by itself."""
 NOT_LOCAL_ALONE = {
     "centralized": "its one client has another name, and so other draws",
-    "fedlease": "clients begin with the adapters of the warm-up that clusters them",
+    **dict.fromkeys(
+        ("fedlease", "fedlease_router"), "clients begin with the adapters of the warm-up that clusters them"
+    ),
     "fedpac": "features are pulled to the means of the client's own classes",
     **dict.fromkeys(("apfl", "ditto", "feddpa"), "scores are of a second model, beside the one that is mixed"),
     **dict.fromkeys(("fedsb", "ravan"), "what trains stands between factors that local training does not have"),

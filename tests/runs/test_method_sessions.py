@@ -33,6 +33,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "fedplora": SOME,
     "fedsb": {**SOME, "ranks": "4"},
     "ravan": {**SOME, "ranks": "4"},
+    "fedlease_router": {**SMALL, "ranks": "4", "rounds": 3},
     "fedtreelora_outside": {**SMALL, "ranks": "4", "rounds": 3, "tree_threshold": 0},
     "fedpac": SMALL,
     "ifca": {**SMALL, "ranks": "4", "ifca_clusters": 2},
@@ -78,7 +79,9 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, values: Mapping[s
     check_same_runs(whole, parts)
     exported = sorted(path.relative_to(whole) for path in whole.glob("adapters/*/*.safetensors"))
     audited = sorted(path.relative_to(whole) for path in whole.glob("audit/*/*.safetensors"))
-    assert audited and bool(exported) == (values.get("strategy") != "fedalt"), "PEFT has no gate"
+    assert audited and bool(exported) == (values.get("strategy") not in ("fedalt", "fedlease_router")), (
+        "PEFT has no gate"
+    )
     models, again = (load_models(RunFolder(folder)) for folder in (whole, parts))
     assert all(same_tensors(models[name], again[name]) for name in models)
     assert all((whole / path).read_bytes() == (parts / path).read_bytes() for path in (*exported, *audited))
@@ -99,6 +102,8 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, values: Mapping[s
         ("flora", "start", {"mixed", "loaded"}),
         ("fedex", "server", {"server", "loaded"}),
         ("fedex", "start", {"mixed", "loaded"}),
+        ("fedlease_router", "server", {"server", "loaded"}),
+        ("fedlease_router", "start", {"mixed", "loaded"}),
         ("mr_mtl", "anchor", {"mixed"}),
         ("mr_mtl", "start", {"own"}),
     ],

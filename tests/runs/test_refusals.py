@@ -49,6 +49,16 @@ IFCA: Rows = (
     ({"aggregate_every": 2}, "^--strategy ifca and --aggregate-every 2 do not go together"),
     ({"split": "movie-0=1"}, "^--strategy ifca and --split movie-0=1 do not go together"),
 )
+ROUTER: Rows = (
+    (
+        {"recluster_every": 1},
+        r"^--strategy fedlease_router has a router over the clusters, and --recluster-every 1 may",
+    ),
+    ({"secure": True}, r"^--strategy fedlease_router holds experts of other clusters frozen, and --secure is for sums"),
+    ({"arrive": "movie-1=2"}, r"^--strategy fedlease_router and --arrive movie-1=2 do not go together so far"),
+    ({"workers": 2}, r"^--strategy fedlease_router has a second set of tensors beside the model"),
+    ({"ranks": "greedy"}, r"^--strategy fedlease_router averages factors of one rank, and --ranks greedy"),
+)
 SECOND_MODELS: Rows = (
     ({"strategy": "fedavg", "second_gate": "input"}, r"^--second-gate input weighs two .*; set it to stacked"),
     ({"strategy": "fedalt", "workers": 2}, r"^--personal-models has a second set of tensors beside the model"),
@@ -122,6 +132,7 @@ REFUSED: Sequence[tuple[Mapping[str, Any], Rows]] = (
     ({"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1}, FEDDYN),
     ({**FACTORS, "strategy": "scaffold", "control_variates": True}, SCAFFOLD),
     ({"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}, IFCA),
+    ({"strategy": "fedlease_router", "ranks": "4"}, ROUTER),
     ({**FACTORS, "tasks": "movie"}, SECOND_MODELS),
     ({"strategy": "kriging", "measure_round": 2}, KRIGING),
     ({"strategy": "atlas", "measure_round": 2}, ATLAS),

@@ -145,8 +145,9 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: Make) -> None:
     assert not torch.equal(gates[last], gates[last.replace("movie-0/", "movie-1/")]), "each client has its own"
 
 
-def test_final_scores_are_those_of_the_stock_classifier_with_the_gate(config: Make) -> None:
-    one = config(**PLAIN, strategy="fedalt", lr=0.05)
+@pytest.mark.parametrize("values", [{"strategy": "fedalt"}, {"strategy": "fedlease_router", "tasks": "movie+trec"}])
+def test_final_scores_are_those_of_the_stock_classifier_with_the_gate(config: Make, values: Mapping[str, Any]) -> None:
+    one = config(**{**PLAIN, **values}, lr=0.05)
     folder = run_config(one).folder
     scores = [row["loss"] for row in rows(folder) if row.get("split") == "test" and row["client"] == "movie-0"]
     params = gated(folder, "movie-0")
@@ -155,12 +156,19 @@ def test_final_scores_are_those_of_the_stock_classifier_with_the_gate(config: Ma
     assert loss_of(one, ungated, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
 
 
-@pytest.mark.parametrize("values", [{"strategy": "fedalt"}, {"strategy": "feddpa", "second_gate": "input"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "fedalt"},
+        {"strategy": "feddpa", "second_gate": "input"},
+        {"strategy": "fedlease_router", "tasks": "movie+trec"},
+    ],
+)
 def test_models_with_a_gate_are_not_exported_and_a_line_says_why(
     config: Make, tmp_path: Path, values: Mapping[str, Any]
 ) -> None:
     notes: list[str] = []
-    told = run_config(config(**PLAIN, **values), on_event=lambda event: notes.append(str(event)))
+    told = run_config(config(**{**PLAIN, **values}), on_event=lambda event: notes.append(str(event)))
     assert notes.count(GATED) == 1 and not (told.folder / "adapters").exists()
     with pytest.raises(ConfigError, match=r"^PEFT has no adapter with a gate .*--second-gate none"):
         export_client(told.folder, client="movie-0", to=tmp_path / "to")

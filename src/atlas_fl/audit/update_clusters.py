@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from atlas_fl.audit.averages import Averaging, Mean
+from atlas_fl.audit.averages import CLUSTER_MEAN, Averaging, Mean
 from atlas_fl.audit.dense import arrays, cosines, same_tensors
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.server_steps import weighted
 from atlas_fl.audit.step import Step
 from atlas_fl.clustering.k_search import silhouette
-from atlas_fl.params import HEAD, LORA_A, LORA_B
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE
 
 
 class ByUpdates(Averaging):
@@ -128,6 +129,42 @@ class TreeWithOutside(Tree):
         del plan
         start = f"outside/{client}/"
         return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
+
+
+class Routed(Averaging):
+    """FedLEASE: averages inside the clusters of the plan, beside the experts of the others."""
+
+    average = CLUSTER_MEAN
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """The cluster of every client, and experts of zeros for each, where there are several."""
+        plan = run.plan("plan.json")
+        model = models[plan.clients[0]]
+        if not any(key.endswith(LORA_GATE) for key in model):
+            return {}
+        labels = [str(label) if label >= 0 else name for name, label in zip(plan.clients, plan.clusters, strict=True)]
+        order = list(dict.fromkeys(labels))
+        clusters = {f"clusters/{name}": np.array(float(order.index(one))) for name, one in zip(plan.clients, labels)}
+        factors = {key: np.zeros(one.shape) for key, one in model.items() if key.endswith((LORA_A, LORA_B))}
+        return clusters | {f"experts/{k}/{key}": zero for k in range(len(order)) for key, zero in factors.items()}
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The experts of clusters of which someone took part are their averages."""
+        state = arrays(step.state)
+        for k in step.there(range(step.num_clients)) if state and not step.is_undone else ():
+            there = [one for one, weight in enumerate(self.row(step, k, LORA_A)) if weight]
+            for key in (key for key in step.before[step.plan.clients[k]] if key.endswith((LORA_A, LORA_B))):
+                path = f"experts/{int(state['clusters/' + step.plan.clients[k]])}/{key}"
+                state[path] = weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])[0]
+        return state
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """The experts of all other clusters, side by side."""
+        own, parts = int(state.get(f"clusters/{client}", 0)), dict[str, list[Tensor]]()
+        for other in (other for other in range(len(plan.clients)) if other != own):
+            for path in (path for path in state if path.startswith(f"experts/{other}/")):
+                parts.setdefault(path.split("/", 2)[2], []).append(state[path])
+        return {key: torch.cat(factors, dim=int(key.endswith(LORA_B))) for key, factors in parts.items()}
 
 
 def _cuts(distances: Sequence[np.ndarray], *, step: int, threshold: float) -> list[list[int]]:

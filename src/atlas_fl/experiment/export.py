@@ -68,8 +68,9 @@ LACKS_PRIOR = (
 )
 """The one line of an export whose head has no bias."""
 GATED = (
-    "PEFT has no adapter with a gate (--second-gate input), so no model of this run is exported; `atlas evaluate` and"
-    " `atlas generate` read them in the run, and one with --second-gate none (fedalt_fixed) is exported"
+    "PEFT has no adapter with a gate (--second-gate input, or fedlease_router), so no model of this run is exported;"
+    " `atlas evaluate` and `atlas generate` read them in the run, and one with --second-gate none (fedalt_fixed) or of"
+    " fedlease is exported"
 )
 """The one line of a run whose models have a gate."""
 

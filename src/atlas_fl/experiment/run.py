@@ -260,9 +260,10 @@ def _load_or_plan(
     recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
-    models = dict(strategy.begin(planned.initial_models))
+    begun, server_state = strategy.begin(planned.initial_models, planned.plan.federation())
+    models = dict(begun)
     strategy.check(models, planned.plan.federation())
-    state = FederationState(round=0, server_models=models, server_state=strategy.init(models), client_models=models)
+    state = FederationState(round=0, server_models=models, server_state=server_state, client_models=models)
     recorder.record_plan(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
 

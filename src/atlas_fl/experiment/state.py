@@ -23,8 +23,7 @@ from atlas_fl.params import (
     HEAD,
     LORA_A,
     LORA_B,
-    LORA_CORE,
-    LORA_SCALE,
+    LORA_PARTS,
     ByClient,
     Params,
     ServerState,
@@ -353,7 +352,7 @@ def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float
 def _kind_of(key: str) -> Kind:
     if key.startswith(HEAD):
         return "head"
-    return "adapter" if key.endswith((LORA_A, LORA_B, LORA_CORE, LORA_SCALE)) else "weights"
+    return "adapter" if key.endswith(LORA_PARTS) else "weights"
 
 
 @dataclass(frozen=True, kw_only=True)

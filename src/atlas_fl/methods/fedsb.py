@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, Report, ReportTensor, RoundStart, StepInputs
@@ -49,9 +50,10 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     report = "weight_gradients"
     report_words = "in round one the gradient of the adapted layers' weights, as large as these"
 
-    def begin(self, client_models: ByClient) -> ByClient:
+    def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
         """The drawn models with R = 0, so that the weights are the frozen ones."""
-        return {name: {**params, **_no_blocks(params)} for name, params in client_models.items()}
+        del federation
+        return {name: {**params, **_no_blocks(params)} for name, params in client_models.items()}, {}
 
     def ask(self, round: RoundStart) -> Collection[str]:
         """Everyone who trains, until there are factors."""

@@ -44,17 +44,19 @@ class FrozenCompanion(SecondModel):
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
         """The adapter stacked on the frozen part, both with all of their weight, or by a number w of each layer.
 
-        Then the adapter has w and the frozen part 1 - w.
+        Then the adapter has w and the frozen part 1 - w. A router of the model (`methods.fedlease`) weighs both by the
+        input, without an offset.
         """
+        routers = {key: torch.nn.functional.pad(own[key], (0, 1)) for key in own if key.endswith(LORA_GATE)}
         for key, weight in gate.items():
             b = key.removesuffix(LORA_GATE) + LORA_B
             own, shared = {**own, b: weight * own[b]}, {**shared, b: (1 - weight) * shared[b]}
-        return stack(own, shared, weights=(1.0, 1.0), scale=self.options.scale)
+        return {**stack(own, shared, weights=(1.0, 1.0), scale=self.options.scale), **routers}
 
     def after_step(self, leaves: Mapping[str, Tensor]) -> None:
         """Keep the weights of layers in [0, 1]."""
         with torch.no_grad():
-            for weight in (leaf for key, leaf in leaves.items() if key.endswith(LORA_GATE)):
+            for weight in (leaf for key, leaf in leaves.items() if key.endswith(LORA_GATE) and not leaf.ndim):
                 weight.clamp_(0.0, 1.0)
 
 

@@ -297,9 +297,10 @@ class Method(Part):
 
     # what the server makes of updates
 
-    def begin(self, client_models: ByClient) -> ByClient:
-        """The models that clients begin round one with, from those that were drawn or warmed up."""
-        return client_models
+    def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
+        """The models that clients begin round one with, from those that were drawn or warmed up; the server state."""
+        del federation
+        return client_models, self.init(client_models)
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""

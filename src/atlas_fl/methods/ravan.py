@@ -15,11 +15,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, StepInputs
-from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, lora_modules
+from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, LORA_SCALE, ByClient, Params, ServerState, lora_modules
 from atlas_fl.ranges import Range
 from atlas_fl.rng import torch_generator
 
@@ -33,9 +34,10 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
 
     name = "fedavg_of_heads"
 
-    def begin(self, client_models: ByClient) -> ByClient:
+    def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
         """Orthonormal factors, the same for everyone, with H_i = 0 and s_i = 1."""
-        return {name: {**params, **self._first(params)} for name, params in client_models.items()}
+        del federation
+        return {name: {**params, **self._first(params)} for name, params in client_models.items()}, {}
 
     def _first(self, params: Params) -> dict[str, Tensor]:
         heads, first = self.ravan_heads, dict[str, Tensor]()

@@ -134,8 +134,10 @@ def stack(own: Params, shared: Params, *, weights: tuple[float, float], scale: C
             continue
         (a, b), (other_a, other_b) = ((params[module + LORA_A], params[module + LORA_B]) for params in (own, shared))
         both, own_scale = scale(len(a) + len(other_a)), scale(len(a)) if len(a) else 0.0
+        # what a router weighs are several adapters of one's own rank
+        other_scale = scale(len(a if module + LORA_GATE in own else other_a))
         stacked[module + LORA_A] = torch.cat([a, other_a.to(a)])
-        parts = [weights[0] * own_scale / both * b, weights[1] * scale(len(other_a)) / both * other_b.to(b)]
+        parts = [weights[0] * own_scale / both * b, weights[1] * other_scale / both * other_b.to(b)]
         stacked[module + LORA_B] = torch.cat(parts, dim=1)
     return stacked
 

@@ -10,12 +10,16 @@ All clients start from the same adapters and heads, whatever their ranks.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3: `y = W x + s B A x`.
 
-A client's factors may be two adapters of equal rank, stacked, which a gate weighs for every token by itself (a mixture
-of two experts; Bian et al. 2025, "FedALT", arXiv:2503.11880):
+A client's factors may be n adapters of equal rank, stacked, which a gate weighs for every token by itself (a mixture
+of experts; two in Bian et al. 2025, "FedALT", arXiv:2503.11880):
 
     (w_1, w_2) = softmax(G x + c)        y = W x + s (w_1 B_1 A_1 x + w_2 B_2 A_2 x)
 
-The gate is one tensor (2, d_in + 1), G with c as its last column; it reads x without dropout.
+The gate is one tensor (2, d_in + 1), G with c as its last column; it reads x without dropout. One of 2 n - 1 rows is a
+router (Wang et al. 2025, "FedLEASE", arXiv:2509.15087): of its outputs the n largest count, the others have weight 0,
+and the first n all lead to the first adapter, each other one to an adapter of its own:
+
+    p = softmax(top_n(G x + c))          w_1 = p_1 + ... + p_n        w_i = p_{n+i-1}, i = 2 ... n
 
 Where blocks H_i stand between the factors, split into heads, A is what they make of it (`with_core`):
 
@@ -48,22 +52,29 @@ class Segment:
 
 
 def gate_weights(x: Tensor, gate: Tensor) -> Tensor:
-    """The weights of the two stacked adapters for every token, (..., 2) in the gate's dtype; they sum to 1.
+    """The weights of the gate's outputs for every token, (..., outputs) in the gate's dtype; they sum to 1.
 
-    `x` is (..., d_in); `gate` (2, d_in + 1), whose last column is added to the logits.
+    `x` is (..., d_in); `gate` (outputs, d_in + 1), whose last column is added to the logits.
     """
     logits = x @ gate[:, :-1].to(x.dtype).T
-    return torch.softmax(logits.to(gate.dtype) + gate[:, -1], dim=-1)
+    largest, places = (logits.to(gate.dtype) + gate[:, -1]).topk(len(gate) // 2 + 1)  # of two outputs both
+    kept = torch.full_like(logits, -math.inf, dtype=gate.dtype).scatter(-1, places, largest)
+    return torch.softmax(kept, dim=-1)
 
 
 def _spread(weights: Tensor, low: Tensor) -> Tensor:
-    """The weights (tokens, 2) at every column of `low` (tokens, rank), of its first half and of its second."""
-    return weights.to(low.dtype).repeat_interleave(low.shape[1] // 2, dim=1)
+    """The weights (tokens, outputs) as those of the adapters at every column of `low` (tokens, rank)."""
+    own = (weights.shape[1] + 1) // 2  # outputs that lead to the first adapter
+    by_adapter = torch.cat([weights[:, :own].sum(dim=1, keepdim=True), weights[:, own:]], dim=1)
+    return by_adapter.to(low.dtype).repeat_interleave(low.shape[1] // by_adapter.shape[1], dim=1)
 
 
 def _logit_gradients(weights: Tensor, low: Tensor, lower: Tensor) -> Tensor:
-    """The gradient at the gate's logits, (tokens, 2), from that at the weighed `low`, (tokens, rank)."""
-    upper = torch.stack([half.sum(dim=1) for half in (lower * low).chunk(2, dim=1)], dim=1).to(weights.dtype)
+    """The gradient at the gate's logits, (tokens, outputs), from that at the weighed `low`, (tokens, rank)."""
+    own = (weights.shape[1] + 1) // 2
+    parts = (lower * low).chunk(weights.shape[1] // 2 + 1, dim=1)
+    first, *others = (part.sum(dim=1) for part in parts)
+    upper = torch.stack([first] * own + others, dim=1).to(weights.dtype)
     return weights * (upper - (weights * upper).sum(dim=1, keepdim=True))
 
 
@@ -236,7 +247,7 @@ def packed_linear(
 
     `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
     clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
-    `gates` (2, d_in + 1) weigh the first half of a client's rank against the second; None for a client without one.
+    `gates` (outputs, d_in + 1) weigh equal parts of a client's rank against each other; None for a client without one.
     With `batched`, where there is no gate, all clients are one product.
     """
     none = [None] * len(segments)
