@@ -48,7 +48,7 @@ def test_a_node_says_what_its_config_lacks_and_of_its_site_nothing(monkeypatch: 
         raise ConfigError("this site would spend epsilon 3.14 with this run by /home/north/north-runs")
 
     monkeypatch.setattr(site, "join_federation", join)
-    monkeypatch.setattr(client_app.messages, "Message", lambda content, **_: content)
+    monkeypatch.setattr(client_app.messages.app, "Message", lambda content, **_: content)
     invitation = {"address": "host:1", "token": "t", CA: b"a", CERT: b"b", KEY: b"c"}
     message: Any = SimpleNamespace(content={RECORD: invitation})
     context: Any = SimpleNamespace(node_config={"task": "movie", "device": "cpu_2gb"}, node_id=7, run_id=3)
