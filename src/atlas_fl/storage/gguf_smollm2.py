@@ -28,7 +28,8 @@ def convert(source: Path, target: Path) -> None:
 
     (path,) = source.glob("*.gguf")
     fields = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
-    tensors = AutoModelForCausalLM.from_pretrained(source, gguf_file=path.name, dtype=torch.float32).state_dict()
+    how = {"gguf_file": path.name, "dtype": torch.float32, "local_files_only": True}
+    tensors = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how).state_dict()
     del tensors["lm_head.weight"]  # tied to the embeddings
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / "model.safetensors", tensors)
