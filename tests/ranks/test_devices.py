@@ -49,6 +49,10 @@ def test_adapter_bytes_stand_in_for_the_upload_rate() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "laptop_8gb",
+            "--device laptop_8gb is a profile that is there already; clients get it by --devices laptop_8gb",
+        ),
         ("phone", "--device 'phone' is no profile of a client; write name="),
         ("=memory_gb=3", "is no profile of a client; write name="),
         ("a/b=memory_gb=3", "is no profile of a client; write name="),

@@ -8,7 +8,7 @@ expert and G, of every adapted layer, train and are averaged inside the cluster;
 Wang, Bian, Zhang and Xu 2025, "Adaptive LoRA Experts Allocation and Selection for Federated Fine-Tuning", NeurIPS 2025,
 arXiv:2509.15087. G is drawn as in the authors' program (lei-wang-link/FedLEASE: uniform, as A is, without a bias), but
 one draw for all, where theirs has one for each client. As there a client goes into round one with its own adapter of
-the warm-up, and with other experts that are zero; in the paper all begin as averages of their cluster. Differences:
+the warm-up, and with other experts that are zero; of the paper itself only parts were read. Differences:
 averages are by examples, there equal; heads train and are averaged inside task and cluster, there they stay as drawn;
 the warm-up does not train A (`--fingerprint delta`). A cluster of which nobody takes part keeps its expert.
 """

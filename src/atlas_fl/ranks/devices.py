@@ -92,6 +92,8 @@ def parse_device(text: str) -> Device:
     Raises `ConfigError` for a missing, repeated or unknown setting and for a value out of range.
     """
     name, _, rest = text.partition("=")
+    if text in DEVICES:
+        raise ConfigError(f"--device {text} is a profile that is there already; clients get it by --devices {text}")
     if not _NAME.fullmatch(name) or not rest:
         raise ConfigError(
             f"--device {short_repr(text)} is no profile of a client; write name=memory_gb=3,gflops=50,... with"

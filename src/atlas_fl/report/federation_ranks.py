@@ -90,7 +90,7 @@ def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
         columns=("method", "average rank", f"p against {control} (Holm)"),
         rows=rows,
         note=(
-            f"1 is the best of {ranks.federations} federations; Friedman p {ranks.friedman_p:.3f}; ranks that are"
+            f"1 is the best of {ranks.federations} federations; Friedman p {ranks.friedman_p:.2g}; ranks that are"
             f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi); coarse below 10 federations"
             + (f"; {ranks.partial_words}" if ranks.partial else "")
         ),
