@@ -400,8 +400,11 @@ def test_who_never_answers_its_job_lets_two_deadlines_pass_and_no_more(federatio
     for name in changes:
         told = [note for note in found.notes if f" of {name} " in note]
         reasons = [note.partition(": ")[2] for note in told]
-        waits = 1 if name in ("movie-2", "movie-3") else 2  # whom the server sends away is away
-        assert reasons[:waits] == ["no answer within 2 seconds"] * waits
-        assert all(reason.startswith(("it let 2 deadlines pass", "it has been away")) for reason in reasons[waits:])
+        waits = reasons.count("no answer within 2 seconds")
+        sent_away = name in ("movie-2", "movie-3")  # in the first request, or in the second where it answered late
+        assert waits == 2 or (waits == 1 and sent_away)
+        assert all(reason.startswith(("it let 2 deadlines pass", "it has been away")) for reason in reasons[waits:]), (
+            reasons
+        )
         assert len(reasons) == 3
     assert found.refused["movie-2"] == "movie-2 says 'unknown'; allowed: register, next, result, failed, cut, kept"
