@@ -96,6 +96,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def own_memory() -> int:
+    """Bytes of this process in memory that are of no file, and so cannot be dropped."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+
+
 def serve(folder: Path, count: int, rounds: int) -> None:
     """Run the federation; one line of JSON for its port, and one at the end for what was measured."""
     marks: dict[str, int] = {}
@@ -202,10 +207,13 @@ def simulate(folder: Path, args: argparse.Namespace) -> None:
     def on_event(event: Event) -> None:
         if isinstance(event, RoundFinished) and (event.round == 1 or event.round % 10 == 0 or event.round == rounds):
             newest = max((folder / "runs/own/checkpoints").iterdir())
-            stored = sum(path.stat().st_size for path in newest.iterdir())
+            files = [path.stat() for path in newest.iterdir()]
+            stored = sum(file.st_size for file in files)
+            new = sum(file.st_size for file in files if file.st_nlink == 1)
             print(
-                f"round {event.round}: {event.seconds:.1f} s, resident {resident() / 1e6:.0f} MB, newest checkpoint"
-                f" {stored / 1e6:.0f} MB, {time.perf_counter() - started:.0f} s in all",
+                f"round {event.round}: {event.seconds:.1f} s, resident {resident() / 1e6:.0f} MB, of no file"
+                f" {own_memory() / 1e6:.0f} MB, newest checkpoint {stored / 1e6:.0f} MB, of it written"
+                f" {new / 1e6:.0f} MB, {time.perf_counter() - started:.0f} s in all",
                 flush=True,
             )
 

@@ -37,6 +37,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
     ),
+    "storage/mapped.py": ({"unlink": 1}, "a draft of a random name that it has written"),
     "storage/onnx_vit.py": ({"write_bytes": 1}, "into the folder of a fetch"),
     "storage/gguf_smollm2.py": ({"write_bytes": 1, "write_text": 1}, "into the folder of a fetch"),
     "storage/downloads.py": (
@@ -68,6 +69,7 @@ WRITERS: Mapping[str, str] = {
     "runtime/protocol/private_params.py": "in a folder with the vault's mark, or an empty one",
     "storage/checkpoint.py": "into a draft",
     "storage/digests.py": "in a run's folder",
+    "storage/mapped.py": "a draft in a run's folder",
     "storage/tensors.py": "in a run's folder; in a run's folder; where the caller says",
     "storage/onnx_vit.py": "into the folder of a fetch",
     "storage/gguf_smollm2.py": "into the folder of a fetch",

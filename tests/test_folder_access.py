@@ -54,6 +54,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "experiment/judge.py": ({"open": 1, "json.loads": 1}, "an address, and at most so many bytes of its answer"),
     "experiment/sweep.py": ({"json.loads": 1}, "between this process and its own workers"),
     "flower/server_app.py": ({"read_bytes": 1}, "certificates in a temporary folder of this process"),
+    "storage/mapped.py": ({"load_file": 1}, "a draft that this process has written under a name that nobody can guess"),
     "models/files.py": (
         {"read_bytes": 2, "safe_open": 1},
         "the folder of a model that a user names, whose files it has found regular",

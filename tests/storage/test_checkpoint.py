@@ -1,5 +1,6 @@
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.checkpoint import load, load_latest, paths_by_round, prune, save
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.checkpoint import TensorFile, load, load_latest, paths_by_round, prune, save
 from atlas_fl.storage.tensors import encode_tensors
 from tests.examples import examples
+from tests.runs.reading import same_tensors
 
 
 def tensors(round: int) -> dict[str, torch.Tensor]:
@@ -191,3 +194,74 @@ def test_what_no_run_has_written_is_kept_when_its_checkpoint_goes(tmp_path) -> N
     found, damaged = load_latest(tmp_path)
     assert found.round == 2
     assert damaged == ()
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[TensorFile]:
+    """No files yet, where what has not changed is never too small to be left out."""
+    monkeypatch.setattr(checkpoint, "LEAST_KEPT", 0)
+    return []
+
+
+def changing(rounds: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Twenty clients of whom one changes in each round; one goes after the fifth round and comes back."""
+    clients = {f"start/c{client}/x": torch.randn(30) for client in range(20)}
+    for round in range(rounds):
+        clients = {**clients, f"start/c{round % 20}/x": torch.randn(30)}
+        yield {name: tensor for name, tensor in clients.items() if name != "start/c9/x" or round not in (5, 6)}
+
+
+def sizes(path: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+
+
+def test_a_checkpoint_holds_what_has_changed_and_links_to_the_rest(tmp_path: Path, written: list[TensorFile]) -> None:
+    wholes = 0
+    for round, clients in enumerate(changing(50), start=1):
+        path = save(tmp_path, round=round, tensors=clients, state={}, written=written)
+        prune(tmp_path, keep=1)  # a link needs no other name of its file
+        assert same_tensors(load(path).tensors, clients)
+        wholes += len(written) == 1
+        if len(written) > 1:
+            assert sizes(path)["state.safetensors"] < 500
+        assert sum(sizes(path).values()) < 2.5 * 20 * 120 + 100 * len(written)
+    assert wholes == 2  # the first, and when as much is linked as counts; then no file is older than twenty rounds
+
+
+def test_a_damaged_link_is_found_out(tmp_path: Path, written: list[TensorFile]) -> None:
+    for round, clients in enumerate(changing(3), start=1):
+        save(tmp_path, round=round, tensors=clients, state={}, written=written)
+    flip(tmp_path / "round-0003/state-0002.safetensors")  # what the second round has written
+    found, messages = load_latest(tmp_path)
+    assert found.round == 1
+    assert "round-0003 passed over: state-0002.safetensors of" in messages[0]
+    assert "round-0002 passed over: state.safetensors of" in messages[1]
+
+
+def test_without_hard_links_everything_is_written(
+    tmp_path: Path, written: list[TensorFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refused)
+    for round, clients in enumerate(changing(3), start=1):
+        path = save(tmp_path, round=round, tensors=clients, state={}, written=written)
+        assert list(sizes(path)) == ["state.safetensors"]
+        assert same_tensors(load(path).tensors, clients)
+
+
+def test_a_small_state_is_written_whole(tmp_path: Path) -> None:
+    written: list[TensorFile] = []
+    for round, clients in enumerate(changing(3), start=1):
+        assert list(sizes(save(tmp_path, round=round, tensors=clients, state={}, written=written))) == [
+            "state.safetensors"
+        ]
+
+
+def test_a_large_state_is_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
+    (clients,) = changing(1)
+    path = save(tmp_path, round=1, tensors=clients, state={})
+    assert sorted(sizes(path)) == ["state-0001.safetensors", "state-0002.safetensors", "state.safetensors"]
+    assert same_tensors(load(path).tensors, clients)

@@ -18,7 +18,7 @@ warm-up has trained or an imported adapter brings. A site trains few start model
 round after round while its training moves.
 
 What a site does not know after a restart, its own last model, is not compared until it has trained again. `BOUNDS` and
-how they were measured: docs/guides/sites.md. A server that stays inside them is not stopped by them: the
+how they were measured: docs/guides/site-checks.md. A server that stays inside them is not stopped by them: the
 order of a site's examples, which it does not know, is what stands in its way.
 """
 

@@ -6,7 +6,7 @@ secrets it holds digests alone.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from atlas_fl.storage import checkpoint, digests, jsonl
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.files import secret_digest
 from atlas_fl.storage.ledger import LedgerRow
+from atlas_fl.storage.mapped import MappedTensors
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 
@@ -139,6 +140,22 @@ class Recorder:
     """SHA-256 of the files of rows as far as they were written, by name."""
     audit_digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files of the round that is being audited, by name."""
+    written: list[checkpoint.TensorFile] = field(default_factory=list)
+    """The files of tensors of the last checkpoint of this session."""
+    mapped: MappedTensors = field(init=False)
+    """The state's tensors that are on the disk."""
+
+    def __post_init__(self) -> None:
+        self.mapped = MappedTensors(folder=self.folder.path)
+
+    def move_to_disk(self, state: FederationState) -> FederationState:
+        """The same state, with its tensors on the disk where they take too much memory."""
+        moved = self.mapped.move(state.tensors())
+        self.written = [
+            replace(file, tensors={name: moved.get(id(tensor), tensor) for name, tensor in file.tensors.items()})
+            for file in self.written
+        ]
+        return state.with_tensors(moved) if moved else state
 
     def peak_memory(self) -> dict[str, int]:
         """The most memory of all sessions, in bytes by kind."""
@@ -341,7 +358,9 @@ class Recorder:
             "round_seconds": {str(round): seconds for round, seconds in self.round_seconds.items()},
             digests.STATE_ENTRY: self._all_digests(),
         }
-        checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
+        checkpoint.save(
+            self.folder.checkpoints, round=state.round, tensors=tensors, state=content, written=self.written
+        )
         checkpoint.prune(
             self.folder.checkpoints, keep=self.config.run.keep_checkpoints, keep_rounds=self._best_rounds(state)
         )

@@ -184,6 +184,7 @@ def run_rounds(
         if messages is not None:
             recorder.record_choice(messages, state)
         state, record = one_round(assembly, planned, engine, state)
+        state = recorder.move_to_disk(state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         for line in record.notes():
             on_event(Note(line))

@@ -241,7 +241,9 @@ def _load_or_plan(
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
     folder = recorder.folder
-    saved, damage_notes = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
+    saved, damage_notes = checkpoint.load_latest(
+        folder.checkpoints, check=partial(check_run_files, folder), mapped=recorder.mapped
+    )
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
         check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
     for line in damage_notes:

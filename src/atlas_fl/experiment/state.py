@@ -427,6 +427,32 @@ class FederationState:
             by_client=self.with_newest(record.received.updates),
         )
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the federation, of models that clients share once a client."""
+        for models in (self.server_models, self.client_models, *self.by_client.values()):
+            for params in models.values():
+                yield from params.values()
+        yield from flatten_state(self.server_state).values()
+
+    def with_tensors(self, others: Mapping[int, Tensor]) -> "FederationState":
+        """This state with other tensors in the place of those of these `id`; what was one mapping stays one."""
+        mappings: dict[int, Params] = {}
+
+        def models(before: ByClient) -> ByClient:
+            for params in before.values():
+                if id(params) not in mappings:
+                    mappings[id(params)] = {key: others.get(id(one), one) for key, one in params.items()}
+            return {name: mappings[id(params)] for name, params in before.items()}
+
+        flat = flatten_state(self.server_state)
+        return replace(
+            self,
+            server_models=models(self.server_models),
+            client_models=models(self.client_models),
+            by_client={kind: models(by_client) for kind, by_client in self.by_client.items()},
+            server_state=unflatten_state({path: others.get(id(one), one) for path, one in flat.items()}),
+        )
+
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors by name, everything else as JSON) of which `from_checkpoint` makes this state again.
 

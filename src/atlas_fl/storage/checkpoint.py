@@ -7,8 +7,9 @@ disk or a person does to them later is found out by two SHA-256 digests, one of 
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,15 +20,21 @@ from atlas_fl.errors import CheckpointError
 from atlas_fl.storage import folder_access
 from atlas_fl.storage.files import set_aside
 from atlas_fl.storage.jsonl import read_sealed, to_json, write_sealed
-from atlas_fl.storage.tensors import decode_tensors, write_tensors
+from atlas_fl.storage.mapped import MappedTensors
+from atlas_fl.storage.tensors import decode_tensors, parts_of, write_tensors
 
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
-_NAMES = r"state\.(safetensors|json)"
+_NAMES = r"state(-\d{4})?\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
 """Files of a checkpoint's folder, and for a moment of a draft."""
-
+FILE_BYTES = 1 << 28
+"""Bytes with which a file of tensors is full."""
+LEAST_KEPT = 1 << 26
+"""Fewest bytes of unchanged tensors for which a checkpoint is made of what has changed."""
+MOST_FILES = 100
+"""Most files of tensors in such a checkpoint."""
 
 Found = TypeVar("Found")
 
@@ -46,10 +53,30 @@ class Checkpoint:
     """The folder that it was read from."""
 
 
-def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class TensorFile:
+    """A written file of tensors."""
+
+    path: Path
+    digest: str
+    sizes: Mapping[str, int]
+    """Bytes of each of its tensors."""
+    tensors: Mapping[str, torch.Tensor]
+    """The tensors that the checkpoint has from it; others of the same names are newer, or gone."""
+
+
+def save(
+    folder: Path,
+    *,
+    round: int,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    written: list[TensorFile] | None = None,
+) -> Path:
     """Write a checkpoint in one step and return its folder.
 
-    Checkpoints of later rounds are removed: the run went back behind them because they were damaged.
+    Checkpoints of later rounds are removed: the run went back behind them because they were damaged. `written` are the
+    files of the last checkpoint of this run, and then those of this one; without them all tensors are written.
 
     Raises:
         DataError: the state holds a NaN or an infinity; nothing is changed then.
@@ -58,8 +85,18 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     final = folder / f"round-{round:04d}"
     draft = folder_access.make_folder(folder / folder_access.draft_name(final.name), within=folder.parent)
     replaced = folder / f"{final.name}.replaced"
-    digest = write_tensors(draft / TENSORS, tensors, within=folder.parent)
-    content = {"round": round, "files": {TENSORS: digest}, "state": state}
+    files = _link_unchanged(tensors, written or (), draft)
+    held = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    changed = {name: tensor for name, tensor in tensors.items() if name not in held}
+    *full, last = parts_of(changed, FILE_BYTES)
+    for part in (*full, last):
+        path = draft / (TENSORS if part is last else f"state-{len(files) + 1:04d}.safetensors")
+        sizes = {name: tensor.nbytes for name, tensor in part.items()}
+        digest = write_tensors(path, part, within=folder.parent)
+        files.append(TensorFile(path=path, digest=digest, sizes=sizes, tensors=part))
+    gone = sorted({name for file in files for name in file.sizes} - tensors.keys())
+    content = {"round": round, "files": {file.path.name: file.digest for file in files}, "state": state}
+    content |= {"gone": gone} if gone else {}
     write_sealed(draft / STATE, content, within=folder.parent)
     if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
         _remove(replaced)
@@ -69,11 +106,38 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
         os.fsync(descriptor)
     for path in [path for path in folder.iterdir() if _is_leftover(path, round)]:
         _remove(path)
+    if written is not None:
+        written[:] = [replace(file, path=final / file.path.name) for file in files]
     return final
 
 
+def _link_unchanged(
+    tensors: Mapping[str, torch.Tensor], written: Sequence[TensorFile], draft: Path
+) -> list[TensorFile]:
+    """Link the files with tensors that are the same objects as now, oldest first; none where it is not worth it.
+
+    It is worth it where half of the linked bytes are of such tensors. A file system without hard links has none.
+    """
+    files = [
+        replace(file, tensors={name: tensor for name, tensor in file.tensors.items() if tensors.get(name) is tensor})
+        for file in written
+    ]
+    files = [file for file in files if file.tensors]
+    kept = sum(file.sizes[name] for file in files for name in file.tensors)
+    if kept < max(LEAST_KEPT, sum(sum(file.sizes.values()) for file in files) / 2) or len(files) >= MOST_FILES:
+        return []
+    linked: list[TensorFile] = []
+    with suppress(OSError):
+        for number, file in enumerate(files, start=1):
+            path = draft / f"state-{number:04d}.safetensors"
+            os.link(file.path, path)
+            linked.append(replace(file, path=path))
+        return linked
+    return []
+
+
 def load_latest(
-    folder: Path, *, check: Callable[[Checkpoint], None] | None = None
+    folder: Path, *, check: Callable[[Checkpoint], None] | None = None, mapped: MappedTensors | None = None
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest checkpoint that is intact, and one line for each newer one that is not.
 
@@ -83,7 +147,7 @@ def load_latest(
     messages: list[str] = []
     for path in _newest_first(folder):
         try:
-            candidate = load(path)
+            candidate = load(path, mapped=mapped)
             if check is not None:
                 check(candidate)
         except CheckpointError as error:
@@ -136,21 +200,29 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def load(path: Path) -> Checkpoint:
-    """The checkpoint in this folder.
+def load(path: Path, *, mapped: MappedTensors | None = None) -> Checkpoint:
+    """The checkpoint in this folder; `mapped` moves its tensors to the disk where they take too much memory.
 
     Raises:
         CheckpointError: a file is missing, cut off or altered; the message says which and how.
     """
     head = _read_state(path)
-    payload = folder_access.read_written(path / TENSORS, max_bytes=folder_access.memory_bytes(), within=path.parents[2])
-    digest = sha256(payload).hexdigest()
-    expected = head["files"][TENSORS]
-    if digest != expected:
-        raise CheckpointError(
-            f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(head["files"]):  # the oldest first
+        payload = folder_access.read_written(
+            path / name, max_bytes=folder_access.memory_bytes(), within=path.parents[2]
         )
-    return Checkpoint(round=head["round"], tensors=decode_tensors(payload), state=head["state"], path=path)
+        digest, expected = sha256(payload).hexdigest(), head["files"][name]
+        if digest != expected:
+            raise CheckpointError(
+                f"{name} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
+            )
+        tensors |= decode_tensors(payload)
+        moved = {} if mapped is None else mapped.move(tensors.values())
+        tensors = {key: moved.get(id(tensor), tensor) for key, tensor in tensors.items()}
+    for name in head.get("gone", ()):
+        del tensors[name]
+    return Checkpoint(round=head["round"], tensors=tensors, state=head["state"], path=path)
 
 
 def prune(folder: Path, *, keep: int, keep_rounds: Collection[int] = ()) -> None:

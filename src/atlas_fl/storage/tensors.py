@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ DTYPES: dict[torch.dtype, str] = {
 
 Piece: TypeAlias = bytes | memoryview
 Signature: TypeAlias = tuple[tuple[str, torch.dtype, torch.Size], ...]
+Key = TypeVar("Key")
+_MOST_CACHED_NAMES = 10_000
 
 
 @lru_cache(maxsize=256)
@@ -61,8 +63,10 @@ def _layout(signature: Signature, metadata: tuple[str, str] | None = None) -> tu
     return len(text).to_bytes(8, "little") + text, tuple(order)
 
 
-def _signature(params: Params) -> Signature:
-    return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()])
+def _layout_of(params: Params, metadata: tuple[str, str] | None = None) -> tuple[bytes, tuple[str, ...]]:
+    """The layout of these tensors; one of very many names, such as of all clients' models, is not kept."""
+    layout = _layout if len(params) <= _MOST_CACHED_NAMES else _layout.__wrapped__
+    return layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()]), metadata)
 
 
 def _tensor_buffer(tensor: torch.Tensor) -> memoryview:
@@ -78,7 +82,7 @@ def encode_pieces(params: Params, *, metadata: tuple[str, str] | None = None) ->
 
     `metadata` is a name and a text that the format's metadata shall hold.
     """
-    header, order = _layout(_signature(params), metadata)
+    header, order = _layout_of(params, metadata)
     yield header
     for name in order:
         yield _tensor_buffer(params[name])
@@ -86,7 +90,7 @@ def encode_pieces(params: Params, *, metadata: tuple[str, str] | None = None) ->
 
 def encoded_size(params: Params) -> int:
     """Bytes of `encode_tensors(params)`, without encoding: the header, and those of every tensor."""
-    header, _ = _layout(_signature(params))
+    header, _ = _layout_of(params)
     return len(header) + sum(tensor.nbytes for tensor in params.values())
 
 
@@ -128,6 +132,19 @@ def write_tensors(
 
     write_pieces(path, hash_pieces(), within=within)
     return digest.hexdigest()
+
+
+def parts_of(tensors: Mapping[Key, Tensor], size: int) -> Iterator[dict[Key, Tensor]]:
+    """The tensors in their order, in parts of about `size` bytes; at least one part."""
+    part: dict[Key, Tensor] = {}
+    held = 0
+    for key, tensor in tensors.items():
+        if held >= size:
+            yield part
+            part, held = {}, 0
+        part[key] = tensor
+        held += tensor.nbytes
+    yield part
 
 
 def read_tensors(path: Path, *, within: Path | None = None) -> dict[str, torch.Tensor]:
