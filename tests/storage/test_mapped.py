@@ -9,7 +9,7 @@ import torch
 from atlas_fl.storage import mapped
 from atlas_fl.storage.folder_access import draft_name
 from atlas_fl.storage.mapped import MappedTensors
-from atlas_fl.storage.run_folder import remove_leftovers
+from atlas_fl.storage.run_folder import MAPPED, remove_leftovers
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_takes_little_memory_stays(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_files_of_a_killed_process_are_removed_and_no_others(tmp_path: Path) -> None:
-    left = draft_name(mapped.NAME)
+    left = draft_name(MAPPED)
     for name in (left, draft_name(left), "mapped.safetensors", ".mapped.safetensors"):
         (tmp_path / name).touch()
     remove_leftovers(tmp_path)

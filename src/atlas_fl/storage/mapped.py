@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atlas_fl.storage.folder_access import draft_name
+from atlas_fl.storage.run_folder import MAPPED
 from atlas_fl.storage.tensors import parts_of, write_tensors
 
-NAME = "mapped.safetensors"
-"""The name whose drafts the files are."""
 LARGEST_IN_MEMORY = 1 << 30
 """Most bytes of tensors that stay in memory."""
 FILE_BYTES = 1 << 24
@@ -42,7 +41,7 @@ class MappedTensors:
         return moved
 
     def _map(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        path = self.folder / draft_name(NAME)
+        path = self.folder / draft_name(MAPPED)
         write_tensors(path, {str(key): tensor for key, tensor in tensors.items()})
         mapped = load_file(path)
         path.unlink()

@@ -8,8 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, first_of
-from atlas_fl.storage import files, folder_access, mapped
+from atlas_fl.storage import files, folder_access
 
+MAPPED = "mapped.safetensors"
+"""The name whose drafts hold tensors on their way to the disk (`storage.mapped`)."""
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
 
 
@@ -117,7 +119,7 @@ _AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fres
 _NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
 _RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(files.LOCK)}")
 """Files that a run writes, and may have written before its first checkpoint."""
-_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)|\.?{re.escape(mapped.NAME)}(\..+)?")
+_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)|\.?{re.escape(MAPPED)}(\..+)?")
 """Files that nobody writes but who holds the run's lock."""
 
 
