@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from atlas_fl.data.chat import conversations, last_answer, to_text
 from atlas_fl.data.task import Rows, Source, Task
 from atlas_fl.data.user_files import parse_tasks
 from atlas_fl.errors import ConfigError, DataError
@@ -123,7 +124,52 @@ def test_clients_by_a_column_and_a_template_from_a_file(tmp_path: Path) -> None:
     assert named.template == "chatml"
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": {i}}'}}
+FUNCTIONS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALLING = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "{i}", "tool_call_id": "c1"},
+    ANSWER,
+]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_of_tools_their_results_and_the_functions_are_kept(as_text: bool, tmp_path: Path) -> None:
+    cell = json.dumps if as_text else list
+    task = task_of(tmp_path, {"messages": CALLING, "functions": cell(FUNCTIONS)}, "chat=messages,tools=functions")
+    first, called, result, answer = first_conversation(task)
+    number = first["content"].removeprefix("Hi ")
+    assert first == {"role": "user", "content": f"Hi {number}", "tools": FUNCTIONS}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": int(number)}}}
+    assert called == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert result == {"role": "tool", "content": number, "tool_call_id": "c1"}
+    assert answer == {"role": "assistant", "content": f"Yo {number}"}
+
+
+def test_functions_that_are_no_list_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no list of functions such as .* in 'functions'"):
+        task_of(tmp_path, {"messages": TURNS, "functions": "add"}, "chat=messages,tools=functions")
+
+
+def test_a_last_answer_that_calls_tools_is_its_calls() -> None:
+    (messages,) = conversations("messages", {"messages": row_of(CALLING[:2], 3)})
+    assert json.loads(last_answer(to_text(messages))) == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
+    ]
+
+
 BAD = {
+    "calls-of-a-user": (
+        [{**USER, "tool_calls": [CALL]}, ANSWER],
+        "message 1 with tool_calls that are none of",
+    ),
+    "calls-no-list": ([USER, {"role": "assistant", "tool_calls": {"name": "add"}}], "message 2 with tool_calls that"),
+    "calls-without-arguments": ([USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}], "each with a name and"),
+    "arguments-no-mapping": (
+        [USER, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1"}]}],
+        "each with a name and arguments",
+    ),
     "no-answer": ([USER], "no message of the assistant in 'messages'"),
     "no-list": ("Hi", "no list of messages such as"),
     "empty": ([], "no list of messages such as"),
@@ -154,6 +200,7 @@ def test_a_bad_row_is_named(value: Any, message: str, tmp_path: Path) -> None:
         ("chat=alpaca:ask:say", "does not name 3 different columns; write alpaca:instruction:input:output with your"),
         ("chat=messages,label=a", "chat= and label=; the form of conversations says which columns are read"),
         ("template=chatml", "has template= without chat="),
+        ("tools=messages", "has tools= without chat="),
         ("chat=sharegpt", "no column 'conversations'.* it has 'messages'; say where your columns have other names"),
     ],
 )

@@ -107,6 +107,37 @@ def test_of_published_templates_the_answers_are_those_that_trl_marks(tokenizer, 
     assert [answer.strip()[:2] for answer in own] == ["yo", "so"]
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bern"}}}
+CALLING = [
+    {"role": "user", "content": "rain?", "tools": [WEATHER]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "dry", "name": "weather"},
+    {"role": "assistant", "content": "no"},
+    {"role": "user", "content": "and snow?"},
+    {"role": "assistant", "content": "see", "tool_calls": [CALL, CALL]},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
+def test_calls_of_tools_are_answers_as_trl_marks_them(tokenizer, name: str) -> None:
+    folder = resources.files("trl") / "chat_templates"
+    texts = [folder.joinpath(f"{name}{kind}.jinja").read_text() for kind in ("", "_training")]
+    own, trls = (encode(tokenizer, text, CALLING, most=3000) for text in texts)
+    assert tokenizer.decode(own.ids) == tokenizer.decode(trls.ids)
+    assert '{"name": "weather", "description": "of a town"' in tokenizer.decode(own.ids)
+    answers = predicted(tokenizer, own)
+    assert [answer.strip() for answer in answers] == [answer.strip() for answer in predicted(tokenizer, trls)]
+    assert answers[0].count("<tool_call>") == 1 and '"Bern"' in answers[0] and "dry" not in "".join(answers)
+    assert answers[2].startswith("see") and answers[2].count("<tool_call>") == 2
+
+
+def test_a_call_that_is_written_otherwise_later_is_refused(tokenizer) -> None:
+    template = UNMARKED.replace("m.content.strip()", "(m.tool_calls or 'x') | string + (loop.last and '!' or '?')")
+    with pytest.raises(ModelError, match="in another way once the conversation goes on"):
+        encode(tokenizer, template, CALLING[:4])
+
+
 def test_the_tokenizers_own_template_is_taken_where_none_is_given(tokenizer) -> None:
     own = type(tokenizer)(
         tokenizer_object=tokenizer.backend_tokenizer, chat_template=UNMARKED, eos_token="<|endoftext|>"
@@ -138,7 +169,7 @@ def test_what_stands_first_is_not_predicted(tokenizer) -> None:
     [
         (None, TWO_TURNS, "has no chat template; add template= to the task, .* one of chatml, alpaca, plain"),
         ("lama", TWO_TURNS, "template=lama is neither a Jinja file nor one of chatml"),
-        (REWRITING, TWO_TURNS, "writes 'yo' in another way once the conversation goes on"),
+        (REWRITING, TWO_TURNS, "writes ' yo ' in another way once the conversation goes on"),
         ("{{ raise_exception('no system') }}", TWO_TURNS, r"refuses the conversation .*: no system; mend it, or give"),
         ("{% for %}", TWO_TURNS, "refuses the conversation"),
     ],

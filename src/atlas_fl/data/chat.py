@@ -1,6 +1,7 @@
 """Conversations: chats, instructions and preferences in the forms in which they are published (`chat=`).
 
-A row becomes a list of messages, each with a role (system, user or assistant) and its content, as JSON. The forms are
+A row becomes a list of messages, each with a role (system, user, assistant or tool) and its content, as JSON; one of
+the assistant may call tools, and the first says which there are (`tools=`). The forms are
 those of TRL (`messages`, `completion`, `preference`), ShareGPT and Alpaca, and questions with choices, whose answer
 carries its choices along.
 """
@@ -12,7 +13,8 @@ from typing import Any, TypeAlias
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 
 Messages: TypeAlias = list[dict[str, Any]]
-"""The turns of a conversation, each `{"role": .., "content": ..}`; an answer may have `"choices": [..]` beside it."""
+"""The turns of a conversation, each `{"role": .., "content": ..}`; an answer may have `"choices": [..]` beside it, or
+`"tool_calls": [..]`, and the first message `"tools": [..]`."""
 
 FORMS: Mapping[str, Mapping[str, str]] = {
     "messages": {"messages": "chat"},
@@ -28,6 +30,7 @@ ROLES: Mapping[str, str] = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 """By the word that data have for it, the role of who speaks."""
 
@@ -85,12 +88,14 @@ def _fault(value: Any, check: Callable[[Messages], str]) -> str:
             return f"message {number} without a role and a content"
         if role not in ROLES:
             return f"message {number} of the role {role!r}, which is none of {', '.join(ROLES)},"
+        if turn.get("tool_calls") and (ROLES[role] != "assistant" or _calls(turn) is None):
+            return f"message {number} with tool_calls that are none of an assistant, each with a name and arguments,"
     return check(_messages(turns))
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Any, *, opening: str = "[") -> Any:
     """The cell, or what stands in it as JSON: a cell of csv holds a list as text."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return json.loads(value)
         except ValueError:
@@ -105,6 +110,8 @@ def _role(turn: Any) -> Any:
 def _content(turn: Mapping[str, Any]) -> str | None:
     """The text of a message, whose parts may stand in a list as they do for models that see."""
     content = turn.get("content", turn.get("value"))
+    if content is None and turn.get("tool_calls"):
+        return ""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         texts = [part for part in parts if isinstance(part, str)]
@@ -117,17 +124,47 @@ def _messages(value: Any, *, role: str = "user") -> Messages:
     turns = _parsed(value)
     if not isinstance(turns, list):
         return [{"role": role, "content": str(turns)}]
-    return [{"role": ROLES[_role(turn)], "content": _content(turn) or ""} for turn in turns]
+    return [{"role": ROLES[_role(turn)], "content": _content(turn) or "", **_of_tools(turn)} for turn in turns]
+
+
+def _of_tools(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message has beside its content where tools are called: the calls, or of which call it is the result."""
+    named = {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
+    return named | ({"tool_calls": _calls(turn)} if turn.get("tool_calls") else {})
+
+
+def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The calls of a message, with arguments as a mapping, which OpenAI's API has as text; None for an unsound one."""
+    calls: list[dict[str, Any]] = []
+    for call in turn["tool_calls"] if isinstance(turn["tool_calls"], list) else [None]:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = _parsed(function.get("arguments"), opening="{")
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
+            return None
+        calls.append({"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}})
+    return calls
 
 
 def _answers(messages: Messages) -> list[str]:
-    return [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    """The answers as texts; one without content as its calls in JSON."""
+    answers = [turn for turn in messages if turn["role"] == "assistant"]
+    return [turn["content"] or json.dumps(turn.get("tool_calls", ""), ensure_ascii=False) for turn in answers]
 
 
-def conversations(form: str, values: Mapping[str, Any], *, system: str | None = None) -> tuple[Messages, ...]:
+def tools_fault(value: Any) -> str:
+    """Return what is wrong with a list of functions that may be called; empty where nothing is, or none is given."""
+    tools = _parsed(value) or []
+    sound = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    return "" if sound else 'no list of functions such as [{"type": "function", "function": {"name": ..}}]'
+
+
+def conversations(
+    form: str, values: Mapping[str, Any], *, system: str | None = None, tools: Any = None
+) -> tuple[Messages, ...]:
     """The conversation of a row, by column of the form; of a preference (the chosen, the rejected) one.
 
     What follows the last answer is left out. A conversation without a system message of its own begins with `system`.
+    The first message of each has the `tools` that may be called, where there are any.
     """
     if form == "alpaca":
         given = "\n\n".join(str(values[name]) for name in ("instruction", "input") if values[name])
@@ -150,8 +187,10 @@ def conversations(form: str, values: Mapping[str, Any], *, system: str | None = 
     else:
         (value,) = values.values()
         chats = [_messages(value)]
-    first = [{"role": "system", "content": system}] if system else []
-    return tuple((first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in chats)
+    first: Messages = [{"role": "system", "content": system}] if system else []
+    ended: list[Messages] = [(first if one[0]["role"] != "system" else []) + _to_last_answer(one) for one in chats]
+    beside = {"tools": _parsed(tools)} if tools else {}
+    return tuple([{**chat[0], **beside}, *chat[1:]] for chat in ended)
 
 
 def _choose(choices: list[str], answer: Any, *, asked: Any) -> dict[str, Any]:

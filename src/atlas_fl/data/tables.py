@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from atlas_fl.data import formats
-from atlas_fl.data.chat import choices_fault, conversation_fault, turns_fault
+from atlas_fl.data.chat import choices_fault, conversation_fault, tools_fault, turns_fault
 from atlas_fl.errors import DataError, first_of, short_repr
 from atlas_fl.rng import generator
 from atlas_fl.storage.folder_access import check_regular
@@ -112,6 +112,7 @@ CHECKS: dict[str, Callable[[Any], str]] = {
     "chat": conversation_fault,
     "turns": turns_fault,
     "choices": choices_fault,
+    "tools": tools_fault,
     "optional": lambda value: _text_fault(value).replace(_ABSENT, ""),
     "input": lambda value: _text_fault(value).replace(_ABSENT, ""),
     "prompt": lambda value: turns_fault(value).replace(_ABSENT, ""),

@@ -192,6 +192,8 @@ class Columns:
     """Form of conversations (`chat.FORMS`), with the names of its columns where they are others."""
     system: str | None = None
     """Column of what a conversation begins with that says nothing of its own there."""
+    tools: str | None = None
+    """Column of the functions that a conversation may call."""
     template: str | None = None
     """Name or source of the chat template."""
     truncate: Truncation | None = None
@@ -239,7 +241,7 @@ class Columns:
         if self.chat is not None:
             form, *_ = self.chat.split(":")
             kinds = {name: chat.FORMS[form][own] for name, own in self.chat_columns.items()}
-            kinds |= dict.fromkeys((self.system,) if self.system else (), "optional")
+            kinds |= {name: kind for name, kind in ((self.system, "optional"), (self.tools, "tools")) if name}
             hint = f"; say where your columns have other names: chat={':'.join([form, *chat.FORMS[form]])}"
         elif self.target is None:
             kinds[self.label] = "labels" if self.multi else "class" if self.has_classes else "number"
@@ -310,7 +312,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
 
 def _check_chat(name: str, options: Mapping[str, str]) -> None:
     if "chat" not in options:
-        if others := sorted({"system", "template"} & options.keys()):
+        if others := sorted({"system", "template", "tools"} & options.keys()):
             raise ConfigError(f"task {name!r} has {others[0]}= without chat=, the form of its conversations; add that")
         return
     chat.columns_of(options["chat"])
@@ -505,10 +507,10 @@ def _check_declared(table: Table, columns: Columns, *, origin: str) -> None:
 def _conversations(table: Table, columns: Columns) -> Rows:
     """A conversation a row; of preferences the chosen one, and beside it the rejected one."""
     (form, *_), own = str(columns.chat).split(":"), columns.chat_columns
-    system = table[columns.system] if columns.system else repeat(None)
+    system, tools = (table[name] if name else repeat(None) for name in (columns.system, columns.tools))
     read = [
-        chat.conversations(form, dict(zip(own.values(), values, strict=True)), system=first)
-        for first, *values in zip(system, *(table[name] for name in own))
+        chat.conversations(form, dict(zip(own.values(), values, strict=True)), system=first, tools=functions)
+        for first, functions, *values in zip(system, tools, *(table[name] for name in own))
     ]
     pair = tuple(chat.to_text(rejected) for _, rejected in read) if form == "preference" else None
     words = np.asarray([chat.words(chosen) for chosen, *_ in read], dtype=np.float32)

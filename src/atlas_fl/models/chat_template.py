@@ -73,22 +73,32 @@ class ChatTemplate:
         for place, turn in enumerate(messages):
             if turn["role"] == "assistant":
                 before, _ = self._render(messages[:place], add_generation_prompt=True)
-                content = turn["content"]
-                content = content if content in whole[len(before) :] else content.strip()
-                begin = whole.find(content, len(before))
-                if not whole.startswith(before) or begin < 0:
+                end = self._end_of_answer(whole, messages[: place + 1], begin=len(before))
+                if not whole.startswith(before) or end is None:
                     raise ModelError(
-                        f"the chat template writes {short_repr(content)} in another way once the conversation goes on,"
-                        " so that answers cannot be told apart; give one with {% generation %} marks by template="
+                        f"the chat template writes {short_repr(turn['content'])} in another way once the conversation"
+                        " goes on, so that answers cannot be told apart; give one with {% generation %} marks by"
+                        " template="
                     )
-                spans.append((len(before), begin + len(content)))
+                spans.append((len(before), end))
         closing = whole[spans[-1][1] :]
         return whole, [(begin, end + _common_start(closing, whole[end:])) for begin, end in spans]
 
-    def _render(self, messages: Sequence[Mapping[str, str]], **how: Any) -> tuple[str, list[Span]]:
+    def _end_of_answer(self, whole: str, messages: Sequence[Mapping[str, Any]], *, begin: int) -> int | None:
+        """The end of the last of these messages in the text of all; None where it is written otherwise there."""
+        content = messages[-1]["content"]
+        if "tool_calls" in messages[-1]:  # each template writes them in its own way
+            text = self._render(messages)[0].removesuffix(self.closing_text(json.dumps(messages)))
+            return len(text) if whole.startswith(text) else None
+        content = content if content in whole[begin:] else content.strip()
+        place = whole.find(content, begin)
+        return None if place < 0 else place + len(content)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> tuple[str, list[Span]]:
         try:
             (text,), spans = render_jinja_template(
                 [messages],
+                tools=messages[0].get("tools") if messages else None,
                 chat_template=self._source,
                 return_assistant_tokens_mask=self._marks_answers,
                 **how,
