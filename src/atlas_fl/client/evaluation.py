@@ -74,8 +74,7 @@ def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int, 
             ended |= ~largest.isfinite()  # to NaN there is no next token
             written.append(token.masked_fill(ended, ends[0]))
             ids, mask = written[-1][:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
-    rows_written: list[list[int]] = torch.stack(written, dim=1).tolist()
-    return rows_written
+    return torch.stack(written, dim=1).tolist()
 
 
 @torch.inference_mode()

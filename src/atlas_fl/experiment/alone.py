@@ -163,5 +163,4 @@ def _hits(task: Task, labels: np.ndarray, outputs: np.ndarray, rows: np.ndarray)
     """Right answers of every example: one at most, or of text as many as it has tokens."""
     if not task.writes:
         return np.asarray(predicted_classes(outputs) == labels, np.float64)
-    hits: np.ndarray = np.bincount(np.repeat(np.arange(len(rows)), rows), weights=outputs[:, 1], minlength=len(rows))
-    return hits
+    return np.bincount(np.repeat(np.arange(len(rows)), rows), weights=outputs[:, 1], minlength=len(rows))

@@ -95,8 +95,7 @@ def harness_run(
 
 def read_harness(folder: RunFolder) -> Scores:
     """The scores that `harness_run` wrote into a run's folder; none where it did not."""
-    scores: Scores = jsonl.read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
-    return scores
+    return jsonl.read_json(folder.harness, within=folder.path)["models"] if folder.harness.is_file() else {}
 
 
 def _metrics(results: Mapping[str, Any]) -> dict[str, float]:

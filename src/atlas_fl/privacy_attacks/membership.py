@@ -130,8 +130,7 @@ def likelihood_ratios(phi: np.ndarray, confidence: np.ndarray, is_member: np.nda
         variance = (np.square(confidence - mean) * side).sum() / max(1, (count - 1).clip(min=0).sum())
         variance = max(variance, 1e-12)
         logs.append(-np.square(phi - mean) / (2 * variance) - np.log(variance) / 2)
-    ratio: np.ndarray = np.where((counts[0] > 0) & (counts[1] > 0), logs[0] - logs[1], 0.0)
-    return ratio
+    return np.where((counts[0] > 0) & (counts[1] > 0), logs[0] - logs[1], 0.0)
 
 
 def attack_rates(scores: np.ndarray, is_member: np.ndarray) -> tuple[float, ...]:

@@ -245,5 +245,4 @@ def holm(p_values: Sequence[float] | Float64[np.ndarray, " tests"]) -> Float64[n
 
 def round_scores(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """To twelve decimals, which frees differences of what subtraction leaves behind a score's last digit."""
-    rounded: npt.NDArray[np.float64] = np.round(values, DECIMALS)
-    return rounded
+    return np.round(values, DECIMALS)

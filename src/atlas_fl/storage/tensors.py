@@ -108,8 +108,7 @@ def decode_tensors(payload: bytes) -> dict[str, torch.Tensor]:
     Raises:
         SafetensorError: the bytes are cut off or no safetensors.
     """
-    tensors: dict[str, torch.Tensor] = load(payload)
-    return tensors
+    return load(payload)
 
 
 def write_tensors(
