@@ -163,20 +163,15 @@ def load_newest(folder: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: it is damaged.
     """
-    return _of_newest(folder, load)
+    return read_newest(folder, load)
 
 
-def check_newest_state(folder: Path) -> None:
-    """Check that the newest checkpoint's state is intact, if there is one.
+def read_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
+    """What this reader, `load` or `read_state`, reads of the newest checkpoint; None where there is none.
 
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.
     """
-    _of_newest(folder, _read_state)
-
-
-def _of_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
-    """The contents of the newest checkpoint by this reader; None where there is none."""
     for path in _newest_first(folder)[:1]:
         try:
             return read(path)
@@ -192,11 +187,9 @@ def _of_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
 def newest_state(folder: Path) -> Mapping[str, Any] | None:
     """The state of the newest checkpoint whose state is intact, without its tensors; None where there is none."""
     for path in _newest_first(folder):
-        try:
-            state: Mapping[str, Any] = _read_state(path)["state"]
-        except CheckpointError:
-            continue
-        return state
+        with suppress(CheckpointError):
+            state: Mapping[str, Any] = read_state(path)["state"]
+            return state
     return None
 
 
@@ -206,7 +199,7 @@ def load(path: Path, *, mapped: MappedTensors | None = None) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, cut off or altered; the message says which and how.
     """
-    head = _read_state(path)
+    head = read_state(path)
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(head["files"]):  # the oldest first
         payload = folder_access.read_written(
@@ -244,7 +237,8 @@ def round_of(path: Path) -> int:
     return int(match[1])
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's `state.json`; raises `CheckpointError` where it is damaged."""
     return read_sealed(path / STATE, "round", "files", "state", within=path.parents[2])
 
 

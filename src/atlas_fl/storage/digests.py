@@ -157,7 +157,7 @@ def read_checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
         return read_rows(file)
     digests.check(folder, file)
     if digests.lengths:  # by an older checkpoint there are fewer rows
-        checkpoint.check_newest_state(folder.checkpoints)
+        checkpoint.read_newest(folder.checkpoints, checkpoint.read_state)
     return read_rows(file, length=digests.lengths.get(file.name))
 
 

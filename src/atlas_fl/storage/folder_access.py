@@ -132,18 +132,20 @@ def list_folder(path: Path, *, within: Path | None = None) -> list[str]:
 
 def is_inner_folder(path: Path) -> bool:
     """Return whether this is a folder itself, and no link to one."""
-    try:
-        return S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
+    return S_ISDIR(_own_mode(path))
 
 
 def is_inner_file(path: Path) -> bool:
     """Return whether this is a regular file itself, and no link to one."""
+    return S_ISREG(_own_mode(path))
+
+
+def _own_mode(path: Path) -> int:
+    """The kind and the rights of what lies there, a link not followed; 0, which is of no kind, where nothing does."""
     try:
-        return S_ISREG(path.lstat().st_mode)
+        return path.lstat().st_mode
     except OSError:
-        return False
+        return 0
 
 
 def files_below(path: Path, *, within: Path | None = None) -> Iterator[Path]:
@@ -266,7 +268,6 @@ def write_pieces(path: Path, pieces: Iterable[Any], *, within: Path | None = Non
     """`write_atomic` for content that comes in pieces of bytes and need not be held at once."""
     with opened_folder(path.parent, within=within, create=True) as folder:
         draft = draft_name(path.name)
-        is_renamed = False
         try:
             with os_errors_with_path(path):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -276,12 +277,10 @@ def write_pieces(path: Path, pieces: Iterable[Any], *, within: Path | None = Non
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-                is_renamed = True
                 os.fsync(folder)
         finally:
-            if not is_renamed:
-                with suppress(FileNotFoundError):
-                    os.unlink(draft, dir_fd=folder)
+            with suppress(FileNotFoundError):  # it has the file's name, unless something failed
+                os.unlink(draft, dir_fd=folder)
 
 
 def write_atomic(path: Path, content: bytes, *, within: Path | None = None, mode: int = 0o666) -> None:

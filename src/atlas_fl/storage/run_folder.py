@@ -107,7 +107,10 @@ class RunFolder:
 
     def is_resumable(self) -> bool:
         """Return whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
-        return is_readable_file(self.config)
+        try:
+            return self.config.is_file()
+        except OSError:  # the folder may not be read
+            return False
 
     def is_run(self) -> bool:
         """Return whether the folder holds a run that can be read."""
@@ -121,14 +124,6 @@ _RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re
 """Files that a run writes, and may have written before its first checkpoint."""
 _LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)|\.?{re.escape(MAPPED)}(\..+)?")
 """Files that nobody writes but who holds the run's lock."""
-
-
-def is_readable_file(path: Path) -> bool:
-    """Return whether there is a regular file behind this name; False too in a folder that may not be read."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:
