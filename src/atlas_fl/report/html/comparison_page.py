@@ -25,15 +25,12 @@ SAID_ELSEWHERE = {"seeds", "clients", "std", "d_z"}
 """Columns that a page leaves out: its words have the first two, its intervals say the others, the CSV has all."""
 
 
-def comparison_page(
-    runs: Sequence[Path | str], *, control: str | None = None, score: Literal["final", "best"] = "final"
-) -> Page:
+def comparison_page(runs: Sequence[Path | str], *, control: str | None = None) -> Page:
     """The page of these runs; those that are not complete are named, those of tuning left out.
 
     Args:
         runs: run folders.
         control: the method that the others are compared with; by default clustered FedAvg, FedAvg or local training.
-        score: the models that clients end with, or the best round by validation.
 
     Raises:
         ConfigError: no method is called `control`, two runs are of the same method, settings and seed, or none of the
@@ -42,11 +39,11 @@ def comparison_page(
         DataError: the runs of two methods differ in their clients, or a client has no test score.
     """
     folders = [find_run(run) for run in runs]
-    finished = [read_finished_run(folder.path, score=score) for folder in folders if folder.summary.exists()]
+    finished = [read_finished_run(folder.path) for folder in folders if folder.summary.exists()]
     shown = [run for run in finished if run.seed not in DEVELOPMENT_SEEDS] or finished
     if not shown:
         raise ConfigError(f"none of these {len(folders)} runs can be compared: none is complete")
-    page = federations_page(federation_results(shown, control=control), score=score)
+    page = federations_page(federation_results(shown, control=control))
     unfinished = [isolate(folder.path.name) for folder in folders if not folder.summary.exists()]
     warnings = [f"Not complete, and so not compared: {first_of(unfinished)}."] if unfinished else []
     return replace(page, warnings=warnings)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from atlas_fl.errors import ConfigError
 from atlas_fl.report.html.comparison_page import comparison_page
@@ -18,13 +17,7 @@ HEAD = 4096
 """Bytes at the beginning of a page among which its generator stands."""
 
 
-def write_report(
-    runs: Sequence[Path | str],
-    *,
-    to: Path | str | None = None,
-    control: str | None = None,
-    score: Literal["final", "best"] = "final",
-) -> Path:
+def write_report(runs: Sequence[Path | str], *, to: Path | str | None = None, control: str | None = None) -> Path:
     """Write the page of a run, or the one that compares several, and return its path.
 
     Args:
@@ -32,7 +25,6 @@ def write_report(
         to: the file; by default `report.html` in the folder of the run, or beside the first one of several. What lies
             there and is no page of ours is kept under another name.
         control: of several runs the method that the others are compared with.
-        score: of several runs, the models that clients end with, or the best round by validation.
 
     Raises:
         ConfigError: no run is named, no method is called `control`, or nothing can be compared.
@@ -42,7 +34,7 @@ def write_report(
     if not runs:
         raise ConfigError("no run is named; give the folders of one or more")
     folders = [find_run(run) for run in runs]
-    page: Page = run_page(folders[0].path) if len(folders) == 1 else comparison_page(runs, control=control, score=score)
+    page: Page = run_page(folders[0].path) if len(folders) == 1 else comparison_page(runs, control=control)
     place = folders[0].path if len(folders) == 1 else folders[0].path.resolve().parent
     path = place / PAGE if to is None else Path(to)
     if path.is_file() and not is_page(path):

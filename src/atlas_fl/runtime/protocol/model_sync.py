@@ -41,13 +41,15 @@ class DigestCache:
     """Digests of tensors, computed once as long as a tensor lives: many clients are sent the very same."""
 
     _known: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    _lock: Any = field(default_factory=threading.Lock)
 
     def digests(self, params: Params) -> dict[str, str]:
-        """The digest of each of these tensors."""
-        for tensor in params.values():
-            if tensor not in self._known:
-                self._known[tensor] = digest({"": tensor})
-        return {key: self._known[tensor] for key, tensor in params.items()}
+        """The digest of each of these tensors; from any thread."""
+        with self._lock:
+            for tensor in params.values():
+                if tensor not in self._known:
+                    self._known[tensor] = digest({"": tensor})
+            return {key: self._known[tensor] for key, tensor in params.items()}
 
 
 def model_name(digests: Digests) -> str:
@@ -71,13 +73,7 @@ class SenderState:
     """The weights of the body that may move, from the first job on that brings a mask."""
     compressed: bool = False
     """Trained tensors come as their change in few bytes (`sparse.compression`), unless there is a mask."""
-    _cache: DigestCache = field(default_factory=DigestCache)
-    _lock: Any = field(default_factory=threading.Lock)
-
-    def digests(self, params: Params) -> dict[str, str]:
-        """The digest of each of these tensors; from any thread."""
-        with self._lock:
-            return self._cache.digests(params)
+    cache: DigestCache = field(default_factory=DigestCache)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,7 +96,7 @@ class Sender:
             self.common.mask = split_body_and_head(job.mask)[0]
         head, tensors = self._model(job.params)
         held = self.held.get("got")
-        beside = {kind for kind, params in job.sent.items() if held and self.common.digests(params) == held}
+        beside = {kind for kind, params in job.sent.items() if held and self.common.cache.digests(params) == held}
         head = {**messages.job_head(action, job, number=number, cut_info=cut_info), **head, "beside": sorted(beside)}
         if job.kept:
             head["kept"] = [[kind, private_digest(tree)] for kind, tree in job.kept.items()]
@@ -116,7 +112,7 @@ class Sender:
         if action == "train" and received.params is not job.params:
             received = replace(received, params=self._trained_model(received.params, job, head))
             if self.counts_on_trained:
-                self.held["trained"] = self.common.digests(transmitted_params(received.params))
+                self.held["trained"] = self.common.cache.digests(transmitted_params(received.params))
         return received
 
     def final_model_message(self, model: Params) -> tuple[Head, Params]:
@@ -126,7 +122,7 @@ class Sender:
         """
         self.forget()
         head, tensors = self._model(model)
-        return {"kind": "done", "sha256": model_name(self.common.digests(model)), **head}, tensors
+        return {"kind": "done", "sha256": model_name(self.common.cache.digests(model)), **head}, tensors
 
     def forget(self) -> None:
         """Assume that the other end holds nothing but its files."""
@@ -136,7 +132,7 @@ class Sender:
     def _model(self, model: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(entries of the head that name this model, the tensors that are sent of it)."""
         private, params = messages.model_message(model)
-        digests = self.common.digests(params)
+        digests = self.common.cache.digests(params)
         bases = [held for held in (*self.held.values(), self.common.home) if held.keys() <= digests.keys()]
         base = max(bases, key=lambda held: len(held.items() & digests.items()), default={})
         tensors = {key: tensor for key, tensor in params.items() if digests[key] != base.get(key)}
