@@ -1,6 +1,6 @@
 """Errors that a user can mend (AtlasError), and how they are worded: one line, with the nearest known name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 MAX_REPR_CHARACTERS = 60
@@ -87,6 +87,13 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigError
     """
     names = sorted(choices)
     return ConfigError(f"unknown {kind} {short_repr(name)}{did_you_mean(name, names)} known: {', '.join(names)}")
+
+
+def check_known(kind: str, *names: object, among: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest known name, for the first of these names that is none of the known ones."""
+    for name in names:
+        if name not in among:
+            raise unknown_name(kind, name, among)
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:

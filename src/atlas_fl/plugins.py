@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from atlas_fl.errors import AtlasError, ConfigError, replace_unprintable, short_repr, unknown_name
+from atlas_fl.errors import AtlasError, ConfigError, check_known, replace_unprintable, short_repr
 from atlas_fl.storage.folder_access import read_named_file
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -120,8 +120,7 @@ def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
         entry = name or own
         if own and entry != own:
             raise ConfigError(f"the {kind} {short_repr(own)} is registered as {short_repr(entry)}; give it one name")
-        if kind not in KINDS:
-            raise unknown_name("kind of registration", kind, KINDS)
+        check_known("kind of registration", kind, among=KINDS)
         if not _NAME.fullmatch(entry):
             raise ConfigError(
                 f"a {kind} has the name {short_repr(entry)}; allowed: letters, digits, - and _; rename it"

@@ -18,7 +18,7 @@ from yaml import AliasToken, BaseLoader, MappingNode, ScalarNode, YAMLError, com
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
 from atlas_fl.config.values import NONE, Mark, convert_value, describe, from_words, unwrap_optional, wrong_kind
-from atlas_fl.errors import ConfigError, short_repr, unknown_name
+from atlas_fl.errors import ConfigError, check_known, short_repr
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
 
@@ -150,8 +150,7 @@ def _read_tables(
         if (setting := settings().get(group)) is not None and group not in group_classes():
             header = file_format.table.format(setting.group)
             raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {header}; {remedy}")
-        if group not in group_classes():
-            raise unknown_name(f"table in {path}:", group, group_classes())
+        check_known(f"table in {path}:", group, among=group_classes())
         if not isinstance(table, Mapping):
             header = file_format.table.format(group)
             raise ConfigError(f"{path}: {group} is no table; write {header} on a line of its own, its settings below")

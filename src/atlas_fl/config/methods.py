@@ -22,7 +22,7 @@ from atlas_fl.config.settings import (
     value_of,
 )
 from atlas_fl.config.values import invalid_value, to_words
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 from atlas_fl.plugins import registrations
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def knob_values(config: Config) -> dict[str, Any]:
         name, sign, text = word.partition("=")
         if not sign or name in values:
             raise invalid_value("--knob", word, "name=value, each name once")
-        if name not in known:
-            raise unknown_name("knob", name, known or ["none, since no method of a plug-in of this run has any"])
+        check_known("knob", name, among=known or ["none, since no method of a plug-in of this run has any"])
         values[name] = parse_setting(known[name], text)
         check_range(known[name], values[name])
     return values

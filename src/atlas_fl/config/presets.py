@@ -15,7 +15,7 @@ from typing import Any
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import replace_settings, settings, value_of, with_values
 from atlas_fl.config.values import invalid_value, to_words
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 
 MIDDLE = 2
 """The amount of a dial where none is given."""
@@ -71,8 +71,7 @@ def find_preset(name: str, *, dial: int | None = None) -> Config:
     Raises:
         ConfigError: there is none of this name, the message has the nearest; or it has no such dial.
     """
-    if name not in presets():
-        raise unknown_name("preset", name, presets())
+    check_known("preset", name, among=presets())
     preset = presets()[name]
     config = with_values(Config(), {**preset.settings, "preset": name})
     return config if preset.dial is None and dial is None else turn_dial(config, MIDDLE if dial is None else dial)

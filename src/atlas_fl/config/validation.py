@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atlas_fl.config import conflicts, methods, presets, schema, values
 from atlas_fl.config.settings import check_kind, check_range, settings, value_of
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _check_names(config: schema.Config) -> None:
         )
     methods.knob_values(config)
     for place, name, known in _registries(config):
-        if name not in known:
-            raise unknown_name(place, name, known)
+        check_known(place, name, among=known)
     for word in config.training.update_filter:
         make_filter(word)
     check_one_kind(find_tasks(config.data.tasks, config.data.task))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
+from atlas_fl.errors import ConfigError, DataError, check_known, short_repr
 
 Messages: TypeAlias = list[dict[str, Any]]
 """The turns of a conversation, each `{"role": .., "content": ..}`; an answer may have `"choices": [..]` beside it, or
@@ -45,8 +45,7 @@ def columns_of(form: str) -> dict[str, str]:
         ConfigError: there is no such form, or it has another number of columns.
     """
     name, *columns = form.split(":")
-    if name not in FORMS:
-        raise unknown_name("form of conversations", name, FORMS)
+    check_known("form of conversations", name, among=FORMS)
     own = list(FORMS[name])
     if columns and (len(columns) != len(own) or len({*columns}) < len(own)):
         raise ConfigError(

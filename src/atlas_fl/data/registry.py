@@ -9,7 +9,7 @@ from atlas_fl.data.hub import HUB_TASKS
 from atlas_fl.data.image_sets import VISION
 from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import parse_tasks, split_description
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 
 TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *FEDERATIONS, *CHAT_TASKS, *HUB_TASKS, *VISION)}
 
@@ -33,8 +33,7 @@ def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[
     names = [task for name in names for task in ([name] if name in tasks else by_description.get(name, [name]))]
     task_names = (*names, *(name for name in brought if name not in names))
     for index, name in enumerate(task_names):
-        if name not in tasks:
-            raise unknown_name("task", name, tasks)
+        check_known("task", name, among=tasks)
         if name in task_names[:index]:
             raise ConfigError(f"task {name!r} is named twice; name it once and raise --clients-per-task")
     if not task_names:

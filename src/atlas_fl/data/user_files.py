@@ -28,7 +28,7 @@ from atlas_fl.data.task import (
     read_once,
     rows_to_write,
 )
-from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
+from atlas_fl.errors import ConfigError, DataError, check_known, short_repr
 from atlas_fl.params import TRUNCATIONS, Truncation
 from atlas_fl.storage.folder_access import check_regular
 
@@ -269,10 +269,8 @@ _CHOICES: Mapping[str, Sequence[str]] = {"truncate": TRUNCATIONS, "missing": for
 
 def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     for key, value in options.items():
-        if key not in _OPTIONS:
-            raise unknown_name("task option", key, _OPTIONS)
-        if value not in _CHOICES.get(key, (value,)):
-            raise unknown_name(key, value, _CHOICES[key])
+        check_known("task option", key, among=_OPTIONS)
+        check_known(key, value, among=_CHOICES.get(key, (value,)))
     if "target" in options and (others := sorted({"pair", "label", "labels", "metric", "multi"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
@@ -281,8 +279,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     _check_chat(name, options)
     usual = "micro_f1" if "multi" in options else "accuracy"
     metric, colon, positive = options.get("metric", usual).partition(":")
-    if metric not in METRICS:
-        raise unknown_name("metric", metric, METRICS)
+    check_known("metric", metric, among=METRICS)
     if metric == "micro_f1" and "multi" not in options:
         raise ConfigError(
             f"task {name!r} has metric=micro_f1, which of one class a row is accuracy; say accuracy, or add multi=;"
@@ -600,9 +597,7 @@ def folder_task(name: str, path: Path, options: Mapping[str, str], sources: Mapp
     client. With `size` every image is scaled so that its shorter side is so long, and cropped in the middle; without,
     all must be of one size. Images are read when the task is loaded.
     """
-    for key in options:
-        if key not in _IMAGE_OPTIONS:
-            raise unknown_name("option of a task of images", key, _IMAGE_OPTIONS)
+    check_known("option of a task of images", *options, among=_IMAGE_OPTIONS)
     size = options.get("size")
     if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
         given = f"size={short_repr(size)} of task {name!r}"

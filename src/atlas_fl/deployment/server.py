@@ -16,7 +16,7 @@ from atlas_fl.config.validation import check_cluster_counts, check_cut_names, un
 from atlas_fl.deployment.consent import ServiceChoices, check_choices
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.deployment.settings_policy import key_book
-from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, check_known
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings
 from atlas_fl.experiment.state import FederationState
@@ -178,9 +178,7 @@ def _expected_clients(
     """The clients of the plan where there is one to go on with, else all that are listed; without those left out."""
     without = service.without
     clients = dict.fromkeys((*planned, *listed))
-    for name in without:
-        if name not in clients:
-            raise unknown_name("client in --without", name, clients)
+    check_known("client in --without", *without, among=clients)
     if unlisted := [name for name in planned if name not in listed and name not in without]:
         raise CheckpointError(
             f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, go on with"
@@ -313,9 +311,7 @@ def serve_final_models(
         return
     check_same_settings(config, folder)
     models = _final_models(folder)
-    for name in again:
-        if name not in models:
-            raise unknown_name("client in --again", name, models)
+    check_known("client in --again", *again, among=models)
     heard, answering = _deliveries(folder)
     heard -= set(again)
     if again:

@@ -20,7 +20,7 @@ from atlas_fl.config import with_values
 from atlas_fl.data.chat import to_text
 from atlas_fl.data.metrics import rouge
 from atlas_fl.data.task import Rows
-from atlas_fl.errors import CheckpointError, ConfigError, unknown_name
+from atlas_fl.errors import CheckpointError, ConfigError, check_known
 from atlas_fl.experiment.choices import find_choices, score_choices
 from atlas_fl.experiment.export import load_models
 from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
@@ -234,9 +234,7 @@ def generate(
 def _models_by_kind(folder: RunFolder, clients: Sequence[str]) -> dict[Kind, ByClient]:
     """The models of these clients, all where none is named, by kind; the kinds that there are."""
     models = load_models(folder)
-    for name in clients:
-        if name not in models:
-            raise unknown_name("client", name, models)
+    check_known("client", *clients, among=models)
     chosen = {name: params for name, params in models.items() if not clients or name in clients}
     if private := [name for name, params in chosen.items() if PRIVATE in params]:
         raise CheckpointError(

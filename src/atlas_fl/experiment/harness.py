@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
+from atlas_fl.errors import CheckpointError, ConfigError, check_known, one_line
 from atlas_fl.experiment.export import TEMPLATE, export_client, load_models
 from atlas_fl.models.loading import find_family
 from atlas_fl.params import head_keys
@@ -57,9 +57,7 @@ def harness_run(
     if not clients:
         raise ConfigError("--harness scores the models of clients that are named; add --client NAME")
     manager = TaskManager(include_path=tasks_dir)
-    for task in tasks:
-        if task not in manager.all_tasks:
-            raise unknown_name("task of lm-evaluation-harness", task, manager.all_tasks)
+    check_known("task of lm-evaluation-harness", *tasks, among=manager.all_tasks)
     source, _ = find_family(config.model.model, writes=True)
     found: dict[str, dict[str, dict[str, float]]] = {}
     with TemporaryDirectory() as temporary:

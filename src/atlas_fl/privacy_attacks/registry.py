@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.privacy_attacks.membership import audit_epsilon, infer_membership, others_of
@@ -58,14 +58,12 @@ def run_attack(
     """
     if attack == CUTS:
         return tuple(asdict(row) for row in measure_leakage(config, cuts=cuts, on_event=on_event))
-    if attack not in PRIVACY_ATTACKS:
-        raise unknown_name("attack", attack, [CUTS, *PRIVACY_ATTACKS])
+    check_known("attack", attack, among=[CUTS, *PRIVACY_ATTACKS])
     on_event(PhaseStarted("loading"))
     assembly = assemble(config)
     by_name = {one.name: one for one in assembly.clients}
     name = assembly.names[0] if client is None else client
-    if name not in by_name:
-        raise unknown_name("client", name, by_name)
+    check_known("client", name, among=by_name)
     if (family := assembly.site.backbone.family).stock:
         raise ConfigError(
             f"{config.model.model!r} ({family.model_type}) runs through the stock path, one client at a time; take a"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from atlas_fl import ranks
-from atlas_fl.errors import ConfigError, short_repr, unknown_name
+from atlas_fl.errors import ConfigError, check_known, short_repr
 from atlas_fl.ranges import Range
 
 UPLOAD_SECONDS = 1.0
@@ -102,8 +102,7 @@ def parse_device(text: str) -> Device:
     values: dict[str, float] = {}
     for part in rest.split(","):
         key, _, value = part.strip().partition("=")
-        if key not in BOUNDS:
-            raise unknown_name("device setting", key, BOUNDS)
+        check_known("device setting", key, among=BOUNDS)
         if key in values:
             raise ConfigError(f"device {name!r} sets {key} twice; keep one")
         values[key] = _number(name, key, value)
@@ -136,9 +135,7 @@ def find_devices(names: Sequence[str], descriptions: Sequence[str] = ()) -> tupl
             raise ConfigError(f"device name {device.name!r} is taken; choose another name for your profile")
         custom[device.name] = device
     available = DEVICES | custom
-    for name in names:
-        if name not in available:
-            raise unknown_name("device", name, available)
+    check_known("device", *names, among=available)
     chosen = [available[name] for name in names] + [device for device in custom.values() if device.name not in names]
     if not chosen:
         raise ConfigError(f"no devices; choose from {', '.join(sorted(DEVICES))} or describe one with --device")

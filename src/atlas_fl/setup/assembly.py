@@ -23,7 +23,7 @@ from atlas_fl.data.clients import ClientData, client_names, group_by, make_clien
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Rows, Source, Task, as_texts
-from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, check_known
 from atlas_fl.models import chat_template, loading, peft_io, stock, tokenization
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
@@ -579,9 +579,7 @@ def defer_late_clients(assembly: Assembly) -> Assembly:
     rounds = parse_arrivals(assembly.config.data.arrive)
     if not rounds:
         return assembly
-    for name in rounds:
-        if name not in assembly.names:
-            raise unknown_name("client", name, assembly.names)
+    check_known("client", *rounds, among=assembly.names)
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
     newcomers = [

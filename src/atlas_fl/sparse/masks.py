@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from atlas_fl.errors import ConfigError, ModelError, unknown_name
+from atlas_fl.errors import ConfigError, ModelError, check_known
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator
 from atlas_fl.storage.tensors import read_tensors
@@ -248,10 +248,8 @@ def keep_share(
     strategy: str, evidence: Evidence, *, share: float, scope: Scope, within: Mask | None = None
 ) -> dict[str, Tensor]:
     """The mask that keeps round(share n) weights, all of them among the ones of `within` where that is given."""
-    if strategy not in MASKS:
-        raise unknown_name("mask strategy", strategy, MASKS)
-    if scope not in ("global", "layer"):
-        raise unknown_name("mask scope", scope, ("global", "layer"))
+    check_known("mask strategy", strategy, among=MASKS)
+    check_known("mask scope", scope, among=("global", "layer"))
     ranking, params = partial(MASKS[strategy], evidence), evidence.params
     parts = [params] if scope == "global" else [{name: tensor} for name, tensor in params.items()]
     mask: dict[str, Tensor] = {}

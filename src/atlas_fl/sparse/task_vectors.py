@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from atlas_fl.errors import ConfigError, ModelError, unknown_name
+from atlas_fl.errors import ConfigError, ModelError, check_known
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask, bottom_k
 
@@ -33,8 +33,7 @@ def merge_vectors(vectors: Sequence[Params], *, method: str, keep: float = 0.2) 
         ConfigError: an unknown method, or a share outside (0, 1].
         ModelError: no vectors, or vectors of different models.
     """
-    if method not in MERGES:
-        raise unknown_name("merge", method, MERGES)
+    check_known("merge", method, among=MERGES)
     if not 0 < keep <= 1:
         raise ConfigError(f"keep is {keep}; it is the share of each task vector that TIES keeps, above 0, at most 1")
     _check_same_shapes(vectors)
