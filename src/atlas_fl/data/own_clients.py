@@ -126,7 +126,7 @@ def split_tasks(
     column, _, only = str(dealing.task).partition(":")
     by_task: dict[str, dict[Part, Table]] = {}
     for part, table in tables.items():
-        for word, positions in _positions([_word(value) for value in table[column]]).items():
+        for word, positions in _positions([plain_word(value) for value in table[column]]).items():
             rows = {one: [values[index] for index in positions] for one, values in table.items()}
             by_task.setdefault(word, {})[part] = rows
     num_rows = sum(len(table[column]) for table in tables.values())
@@ -153,7 +153,7 @@ def deal_rows(
         values = {one: tables[word, split][one] for one, _ in dealing.kinds}
         clients = [word] * len(given)
         if dealing.client not in (None, BY_FILE):
-            clients = [_word(value) for value in values[dealing.client]]
+            clients = [plain_word(value) for value in values[dealing.client]]
         for client, positions in _positions(clients).items():
             own = {one: [values[one][index] for index in positions] for one in values}
             pieces = _splits(given.take(positions), own, dealing, split=split, name=name)
@@ -169,8 +169,8 @@ def _positions(words: Sequence[str]) -> dict[str, list[int]]:
     return group_by(range(len(words)), lambda index: words[index])
 
 
-def _word(value: Any) -> str:
-    """A client's word: numbers are the same in every kind of file."""
+def plain_word(value: Any) -> str:
+    """The word in a cell: whole numbers are the same in every kind of file."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
@@ -184,15 +184,13 @@ def _splits(
     rows: Rows, values: Mapping[str, Sequence[Any]], dealing: Dealing, *, split: str, name: str
 ) -> dict[str, Rows]:
     """The rows of one client and file by split, as these options say."""
-    if not dealing.kinds or split != "all":
+    if split != "all" or (dealing.split, dealing.order, dealing.group) == (None, None, None):
         return {split: rows}
     if dealing.split is not None:
         words = [split_of(value) or "" for value in values[dealing.split]]
         return {one: rows.take(positions) for one, positions in _positions(words).items()}
-    if dealing.order is None and dealing.group is None:
-        return {split: rows}
     times = None if dealing.order is None else np.asarray([time_of(value) for value in values[dealing.order]])
-    groups = range(len(rows)) if dealing.group is None else [_word(value) for value in values[dealing.group]]
+    groups = range(len(rows)) if dealing.group is None else [plain_word(value) for value in values[dealing.group]]
     return {one: rows.take(positions) for one, positions in cut_groups(groups, times, name=name).items()}
 
 

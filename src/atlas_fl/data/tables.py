@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
@@ -77,17 +78,14 @@ def split_of(value: Any) -> str | None:
 
 def time_of(value: Any) -> float | None:
     """The time of a cell: a number as it is, an ISO date as seconds, without a zone; None where it has none."""
-    try:
+    with suppress(OverflowError, TypeError, ValueError):
         number = float(value)
         return number if math.isfinite(number) else None
-    except (OverflowError, TypeError, ValueError):
-        pass
-    try:
+    with suppress(ValueError):
         moment = datetime.fromisoformat(str(value).strip())
-    except ValueError:
-        return None
-    # no machine's own zone decides
-    return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+        # no machine's own zone decides
+        return (moment.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+    return None
 
 
 def _split_fault(value: Any) -> str:

@@ -538,8 +538,7 @@ def _class_names(labels: Sequence[str], columns: Columns, *, origin: str, remedy
 
 def _word(value: Any) -> str:
     """Name of a label's class: 1, 1.0 and, as csv files have it, `1.0` are one class in every kind of file."""
-    word = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
-    return re.sub(rf"^({_WHOLE_NUMBER})\.0*$", r"\1", word)
+    return re.sub(rf"^({_WHOLE_NUMBER})\.0*$", r"\1", own_clients.plain_word(value))
 
 
 def _read_images(

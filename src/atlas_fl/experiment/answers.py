@@ -22,9 +22,9 @@ from atlas_fl.data.metrics import rouge
 from atlas_fl.data.task import Rows
 from atlas_fl.errors import CheckpointError, ConfigError, check_known
 from atlas_fl.experiment.choices import find_choices, score_choices
-from atlas_fl.experiment.export import load_models
+from atlas_fl.experiment.export import check_whole, load_models
 from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
-from atlas_fl.params import LORA_B, PRIVATE, ByClient, Params, head_keys
+from atlas_fl.params import LORA_B, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage import folder_access, jsonl
 from atlas_fl.storage.run_folder import RunFolder, find_run
@@ -236,11 +236,7 @@ def _models_by_kind(folder: RunFolder, clients: Sequence[str]) -> dict[Kind, ByC
     models = load_models(folder)
     check_known("client", *clients, among=models)
     chosen = {name: params for name, params in models.items() if not clients or name in clients}
-    if private := [name for name, params in chosen.items() if PRIVATE in params]:
-        raise CheckpointError(
-            f"the model of {private[0]}, or a part of it, is at its site alone, where `atlas join` has written the"
-            " whole"
-        )
+    check_whole(chosen)
     found: dict[Kind, ByClient] = {}
     base = {name: _without_adapters(params) for name, params in chosen.items() if not head_keys(params)}
     if base and all(any(key.endswith(LORA_B) for key in params) for params in base.values()):

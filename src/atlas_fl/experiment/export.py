@@ -27,7 +27,7 @@ from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.data.task import Task
-from atlas_fl.errors import CheckpointError, ConfigError, one_line, unknown_name
+from atlas_fl.errors import CheckpointError, ConfigError, check_known, one_line
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
@@ -141,13 +141,9 @@ def export_client(
         name = global_client(config, models)
     else:
         name = names[int(client)] if client.isdecimal() and int(client) < len(names) else client
-    if name not in names:
-        raise unknown_name("client", client, names)
+    check_known("client", name, among=names)
     params = models[name]
-    if PRIVATE in params:
-        raise CheckpointError(
-            f"the model of {name}, or a part of it, is at its site alone, where `atlas join` has written the whole"
-        )
+    check_whole({name: params})
     source, family = loading.find_family(config.model.model, writes=not head_keys(params))
     backbone = None
     if not any(client.ranks for client in plan.clients):
@@ -170,6 +166,15 @@ def export_client(
     for line in lines:
         on_event(Note(line))
     return Path(to)
+
+
+def check_whole(models: ByClient) -> None:
+    """Raise CheckpointError where one of these models, or a part of it, is at its site alone."""
+    if private := [name for name, params in models.items() if PRIVATE in params]:
+        raise CheckpointError(
+            f"the model of {private[0]}, or a part of it, is at its site alone, where `atlas join` has written the"
+            " whole"
+        )
 
 
 def publish(folder: Path, repository: str, *, public: bool = False) -> str:
