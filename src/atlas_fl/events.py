@@ -70,6 +70,12 @@ OnEvent: TypeAlias = Callable[[Event], None]
 """Called in the order of the events, from the thread that runs."""
 
 
+def tell_notes(on_event: OnEvent, *lines: str) -> None:
+    """Tell each of these lines as a note; an empty one says nothing."""
+    for line in filter(None, lines):
+        on_event(Note(line))
+
+
 def ignore(event: Event) -> None:
     """Do nothing: the callback of a run that nobody watches."""
     del event

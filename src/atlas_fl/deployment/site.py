@@ -44,7 +44,7 @@ from atlas_fl.deployment.settings_policy import (
 )
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, first_of, one_line, short_repr
-from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore, tell_notes
 from atlas_fl.experiment.export import export_model
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
@@ -248,8 +248,7 @@ def export_own_model(
         statistics=label_statistics((client,))[0],
         backbone=home.known if home.outline.whole else None,
     )
-    for line in lines:
-        on_event(Note(line))
+    tell_notes(on_event, *lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +322,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         has_model = True
         stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
         left = f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
-    if left:
-        on_event(Note(left))
+    tell_notes(on_event, left)
     return SiteResult(
         name=name, adapter=to if has_model else None, sent_bytes=link.sent_bytes, received_bytes=link.received_bytes
     )
@@ -382,8 +380,7 @@ def _work(
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
     sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
-    for line in (*sent, *data_notes((client,)), *truncation_notes({name: home.tokens}, home.known)):
-        on_event(Note(line))
+    tell_notes(on_event, *sent, *data_notes((client,)), *truncation_notes({name: home.tokens}, home.known))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
     account = secret.with_name(f"{name}-{'runs' if joining.dp == 'client' else 'privacy'}")

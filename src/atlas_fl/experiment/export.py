@@ -28,7 +28,7 @@ from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.data.task import Task
 from atlas_fl.errors import CheckpointError, ConfigError, check_known, one_line
-from atlas_fl.events import Note, OnEvent, ignore
+from atlas_fl.events import Note, OnEvent, ignore, tell_notes
 from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
@@ -112,8 +112,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
             within=folder.path,
         )
         notes |= dict.fromkeys(lines)
-    for line in notes:
-        on_event(Note(line))
+    tell_notes(on_event, *notes)
 
 
 def export_client(
@@ -163,8 +162,7 @@ def export_client(
         form=form,
         origin=_origin(folder, config, statistics, round=number, clients=len(names)),
     )
-    for line in lines:
-        on_event(Note(line))
+    tell_notes(on_event, *lines)
     return Path(to)
 
 

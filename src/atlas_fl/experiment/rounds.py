@@ -27,7 +27,7 @@ from atlas_fl.client.reports import with_extra_steps
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
-from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished, tell_notes
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import (
@@ -170,8 +170,7 @@ def run_rounds(
     """
     federation, config = planned.plan.federation(), assembly.config
     warnings = share_warnings(federation, config.robust.max_share)
-    for line in (*warnings, *strategy_of(config).warnings(federation)):
-        on_event(Note(line))
+    tell_notes(on_event, *warnings, *strategy_of(config).warnings(federation))
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
         start_time = time.perf_counter()
@@ -186,8 +185,7 @@ def run_rounds(
         state, record = one_round(assembly, planned, engine, state)
         state = recorder.move_to_disk(state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
-        for line in record.notes():
-            on_event(Note(line))
+        tell_notes(on_event, *record.notes())
         losses = [update.metrics["loss"] for update in record.received.updates.values()]
         validation = record.outcome.scores.get("validation", {})
         on_event(

@@ -21,7 +21,7 @@ from atlas_fl.config import (
 )
 from atlas_fl.config.presets import federation_name
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
-from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore
+from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore, tell_notes
 from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
@@ -154,8 +154,7 @@ def _train_remaining(
     """Train the remaining rounds within `max_rounds`; after the last one train clients alone and write the summary."""
     config, folder = assembly.config, recorder.folder
     reference, line = reference_assembly(assembly, folder, at_sites=at_sites)
-    if line:
-        emit(Note(line))
+    tell_notes(emit, line)
     if not at_sites and config.training.dp != "none":
         emit(Note("a simulation is not private: it draws its noise from --seed"))
     hostile = with_attackers(engine, config, assembly.clients)
@@ -172,8 +171,7 @@ def _train_remaining(
             emit(PhaseStarted("clients alone"))
             summary |= {"alone": _train_alone(assembly, reference, engine, recorder, emit, scored)}
         recorder.write_summary(summary)
-        if line := attack_note(summary):
-            emit(Note(line))
+        tell_notes(emit, attack_note(summary))
     return _run_result(folder, summary)
 
 

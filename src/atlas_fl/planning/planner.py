@@ -19,7 +19,7 @@ from atlas_fl.data.clients import data_notes, label_statistics, one_class_notes,
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
-from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore, tell_notes
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.registry import FAMILIES
@@ -160,8 +160,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         seen = secure_notes(groups) if config.mixing.secure else ()
         noise = noise_notes(config, assembly.names, groups, models) if config.training.dp == "client" else ()
         plan = replace(plan, notes=(*plan.notes, *seen, *noise))
-    for note in plan.notes:
-        on_event(Note(note))
+    tell_notes(on_event, *plan.notes)
     return PlanResult(
         plan=plan,
         initial_models=models,
