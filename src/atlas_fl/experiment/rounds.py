@@ -383,7 +383,7 @@ def one_round(
         else frozenset(),
         compressed=config.compresses_updates and planned.mask is None,
     )
-    return state.after(record), record
+    return mixed.after(record), record
 
 
 def _train(engine: Engine, jobs: Sequence[Job], start: RoundStart) -> tuple[list[Update], RoundStart]:

@@ -40,7 +40,8 @@ from atlas_fl.planning.host_assignment import HostAssignment
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import parts_of_config
-from atlas_fl.sparse import codec, compression, masks
+from atlas_fl.sparse import compression, masks
+from atlas_fl.sparse.codec import message_size
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import drop_undefined, to_json
@@ -329,30 +330,18 @@ class RoundRecord:
         """A row for the adapters, one for whole weights and one for the head, each where there are any."""
         parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
         for key, tensor in params.items():
-            parts[_kind_of(key)][key] = tensor
+            kind: Kind = "head" if key.startswith(HEAD) else "adapter" if key.endswith(LORA_PARTS) else "weights"
+            parts[kind][key] = tensor
         for kind, part in parts.items():
-            size = self._message_size(part)
+            size = message_size(part, self.mask)
             if size:
                 yield self._row(name, direction, kind, size)
-
-    def _message_size(self, part: Params) -> int:
-        """Bytes of these tensors as a message; under a mask only the trainable values are sent."""
-        if self.mask is None or not part:
-            return encoded_size(part) if part else 0
-        num_values = masks.num_kept({key: self.mask[key] for key in part})
-        return codec.values_size(num_values) if num_values else 0
 
 
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
     """The mean primary validation score over the clients that have one; None without any."""
     values = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
     return fmean(values) if values else None
-
-
-def _kind_of(key: str) -> Kind:
-    if key.startswith(HEAD):
-        return "head"
-    return "adapter" if key.endswith(LORA_PARTS) else "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,21 +399,18 @@ class FederationState:
         return next((models for models in predictions if models), self.client_models)
 
     def after(self, record: RoundRecord) -> "FederationState":
-        """The state after this round."""
+        """The state after this round, of one with its models and what its updates brought."""
         scores = record.outcome.scores
         mean = mean_validation_score(scores)
         newest_scores = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
-        return FederationState(
+        return replace(
+            self,
             round=record.round,
-            server_models=record.step.server_models,
-            server_state=record.step.server_state,
-            client_models=record.step.client_models,
             outdated=record.outdated_after(),
             validation_scores=newest_scores or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},
             is_over=record.outcome.final,
             clip=record.step.secure.clip or self.clip,
-            by_client=self.with_newest(record.received.updates),
         )
 
     def tensors(self) -> Iterator[Tensor]:

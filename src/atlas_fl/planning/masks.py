@@ -24,7 +24,7 @@ from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import sensitivity_options, strategy_of
 from atlas_fl.sparse import masks
-from atlas_fl.sparse.codec import mask_size, values_size
+from atlas_fl.sparse.codec import mask_size, message_size
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 from atlas_fl.storage.tensors import encoded_size
 
@@ -233,12 +233,7 @@ def full_client_plans(
     for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
         model = models[client.name]
         model_bytes = num_bytes(model)
-        sent_bytes = 0
-        shared = shared_params(model, share)
-        if shared and mask is not None:
-            sent_bytes = values_size(masks.num_kept({key: mask[key] for key in shared}))
-        elif shared:
-            sent_bytes = encoded_size(shared)
+        sent_bytes = message_size(shared_params(model, share), mask)
         predicted = {
             "up_bytes": sent_bytes,
             "down_bytes": sent_bytes,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params
-from atlas_fl.sparse.masks import Mask, check_mask
+from atlas_fl.sparse.masks import Mask, check_mask, num_kept
 from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 
 _LAYOUT, _BITMAP, _VALUES = "layout", "bitmap", "values.F32"
@@ -61,6 +61,14 @@ def encode_values(params: Params, mask: Mask) -> bytes:
 def values_size(count: int) -> int:
     """Bytes that `encode_values` makes of this number of kept float32 values, without any values."""
     return encoded_size({_VALUES: torch.empty(count, device="meta")})
+
+
+def message_size(params: Params, mask: Mask | None) -> int:
+    """Bytes of these tensors as a message, none of no tensors; under a mask only the values that it keeps are sent."""
+    if mask is None or not params:
+        return encoded_size(params) if params else 0
+    kept = num_kept({name: mask[name] for name in params})
+    return values_size(kept) if kept else 0
 
 
 def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | None = None) -> dict[str, Tensor]:
