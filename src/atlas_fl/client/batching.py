@@ -34,8 +34,7 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     """
     if site.trainable == "full":
         yield from _full_packs(jobs, site)
-        return
-    if site.backbone.family.stock:
+    elif site.backbone.family.stock:
         yield from ([job] for job in jobs)
     else:
         yield from greedy_packs([(job, tokens_of(job, site)) for job in jobs], site.max_tokens)

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -73,12 +74,10 @@ class ServerOutput:
 def forward_above(entry: ServerInput, site: Site, *, backward: bool) -> ServerOutput:
     """The output of these rows; with `backward`, the gradients lie in the rows and params."""
     if entry.weights is None:
-        return _pass(
-            entry, site, batching.modules_of(site, range(entry.blocks, len(site.backbone.blocks))), backward=backward
-        )
-    return batching.call_with_params(
-        site.backbone.model, entry.weights, lambda: _pass(entry, site, {}, backward=backward)
-    )
+        modules = batching.modules_of(site, range(entry.blocks, len(site.backbone.blocks)))
+        return _pass(entry, site, modules, backward=backward)
+    without_adapters = partial(_pass, entry, site, {}, backward=backward)
+    return batching.call_with_params(site.backbone.model, entry.weights, without_adapters)
 
 
 def _pass(entry: ServerInput, site: Site, modules: Mapping[str, nn.Module], *, backward: bool) -> ServerOutput:

@@ -204,14 +204,9 @@ class JobPolicy:
         if cut is not None:
             self._check_way(cut)
         blocks = 0 if cut is None else cut.blocks
-        agreed: int | None
-        since = ""
-        if self._word == AUTO:
-            agreed = self._trained_cut
-            since = ", where this site was first trained"
-        else:
-            agreed = 0 if self._word == NONE else int(self._word)
+        agreed = self._trained_cut if self._word == AUTO else 0 if self._word == NONE else int(self._word)
         if agreed not in (None, blocks):
+            since = ", where this site was first trained" if self._word == AUTO else ""
             raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
