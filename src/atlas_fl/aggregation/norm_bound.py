@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite, sqrt
 
 import torch
-from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import sum_as_pair
 from atlas_fl.aggregation.rules import StrategyOptions
@@ -83,7 +82,7 @@ def find_excesses(
 
 def clip_update(
     before: Params, after: Params, how: StrategyOptions, *, limits: Mapping[str, float]
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """The update with its change scaled down so that no part's norm is above its limit (`scaled_change`).
 
     Cut to the client's rank it may move by as much again as was allowed, so in product space the norm is at most twice
@@ -97,7 +96,7 @@ def clip_update(
 
 def scaled_change(
     before: Params, after: Params, how: StrategyOptions, *, factors: Mapping[str, float]
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """`w + f (w' - w)` of every part that has a factor f other than 1; in product space `s B A + f (s B' A' - s B A)`,
     of which the client's rank holds the best approximation.
     """

@@ -24,7 +24,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float64
-from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.aggregation.mixing import groups_of
@@ -125,7 +124,7 @@ def norm_of(change: Params) -> float:
     return float(torch.linalg.vector_norm(torch.stack([one.norm() for one in change.values()])))
 
 
-def clipped_change(before: Params, params: Params, most: float) -> dict[str, Tensor]:
+def clipped_change(before: Params, params: Params, most: float) -> dict[str, torch.Tensor]:
     """The change of these tensors, float64, scaled down to an L2 norm of at most this; zeros where it is not finite."""
     change = {key: tensor.double() - before[key].double() for key, tensor in params.items()}
     norm = norm_of(change)

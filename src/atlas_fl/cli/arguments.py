@@ -5,13 +5,12 @@ Settings come from a recipe, over it a file, over both the flags. A help page is
 to `WIDEST`.
 """
 
-import dataclasses
 import os
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -122,7 +121,7 @@ def name_of(argument: Setting) -> str:
 
 def is_required(argument: Setting) -> bool:
     """Return true for one that the command cannot do without."""
-    return argument.default is dataclasses.MISSING
+    return argument.default is MISSING
 
 
 def spellings(argument: Setting) -> list[str]:
@@ -135,7 +134,7 @@ def text_of(argument: Setting) -> str:
     allowed = describe(argument.kind)
     if argument.kind is bool:
         default = "default: on" if argument.default else ""
-    elif argument.default is dataclasses.MISSING:
+    elif argument.default is MISSING:
         default = "required" if is_required(argument) else ""
     else:
         words = [] if argument.default in (None, ()) else to_words(argument.default)
@@ -166,7 +165,7 @@ def help_page(options: type[Any], *, command: str, config: Config | None = None,
     words = [argument for argument in own if not argument.flag]
     flags = [argument for argument in own if argument.flag]
     required = [name_of(argument) for argument in flags if is_required(argument)]
-    positional = [a.metavar if a.default is dataclasses.MISSING else f"[{a.metavar}]" for a in words]
+    positional = [a.metavar if a.default is MISSING else f"[{a.metavar}]" for a in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     if has_settings(options):

@@ -17,7 +17,6 @@ from hashlib import sha256
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from atlas_fl.client.batching import dropout_masks, forward_to_heads, make_row, read_logits
 from atlas_fl.client.draws import secret_of_question
@@ -55,12 +54,12 @@ def private_step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> N
     step_all(members, done)
 
 
-def _copy(params: Params) -> dict[str, Tensor]:
+def _copy(params: Params) -> dict[str, torch.Tensor]:
     """The same numbers as tensors whose gradient is apart."""
     return {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in params.items()}
 
 
-def noisy_sum(copies: Sequence[Params], member: LocalTrainer, done: int) -> dict[str, Tensor]:
+def noisy_sum(copies: Sequence[Params], member: LocalTrainer, done: int) -> dict[str, torch.Tensor]:
     """The clipped gradients of these examples and the noise, by tensor; one that is not finite is left out."""
     bound = member.options.clip
     total = member.noise(done, deviation=noise_multiplier(member.whole_examples, member.options) * bound)

@@ -26,13 +26,7 @@ from atlas_fl.planning.plan import read_plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
-from atlas_fl.runtime.coordinator.coordinator import (
-    ClientManager,
-    accept_client,
-    exclude_client,
-    late_clients,
-    reject_client,
-)
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client
@@ -224,11 +218,11 @@ def _join_queue(
     """
 
     def enter(name: str) -> None:
-        bridge.call(accept_client, manager, name)
+        bridge.call(coordinator.accept_client, manager, name)
         write_sites(folder, [manager.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
-        late = bridge.call(late_clients, manager)
+        late = bridge.call(coordinator.late_clients, manager)
         newcomers = tuple(_newcomer(proxy) for proxy in late if proxy.metadata is not None)  # one may leave meanwhile
         tokens.update({newcomer.client.name: newcomer.tokens for newcomer in newcomers})
         return newcomers
@@ -236,8 +230,8 @@ def _join_queue(
     return JoinQueue(
         waiting_clients=waiting,
         accept_client=enter,
-        reject_client=lambda name, error: bridge.call(reject_client, manager, name, str(error)),
-        exclude_client=lambda name, _: bridge.call(exclude_client, manager, name),
+        reject_client=lambda name, error: bridge.call(coordinator.reject_client, manager, name, str(error)),
+        exclude_client=lambda name, _: bridge.call(coordinator.exclude_client, manager, name),
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from atlas_fl.client.job import Job, initial_params
 from atlas_fl.client.job import Site as AdapterSite
@@ -185,7 +184,7 @@ class SiteRuntime:
         return self._site
 
     @cached_property
-    def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:
+    def _outline(self) -> tuple[Backbone, dict[str, torch.nn.Module]]:
         """The whole model, of which names and sizes are known, and its adapted layers."""
         whole = self.known
         if self._is_full:

@@ -24,7 +24,6 @@ from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint, digests, jsonl
-from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.files import secret_digest
 from atlas_fl.storage.ledger import LedgerRow
 from atlas_fl.storage.mapped import MappedTensors
@@ -103,7 +102,7 @@ def check_same_settings(config: Config, folder: RunFolder) -> None:
         )
 
 
-def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
+def check_run_files(folder: RunFolder, saved: checkpoint.Checkpoint) -> None:
     """Check the digests of the files that a run needs to resume from this checkpoint.
 
     The settings are not looked at: `check_provenance` names the one that differs.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -428,7 +427,7 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     )
 
 
-def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
+def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, torch.Tensor]:
     """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
     stem = tuple(f"{module}." for module in backbone.family.stem)
     inside = f"{backbone.family.blocks}."

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
@@ -86,7 +85,7 @@ def _resize(name: str, model: PreTrainedModel, size: int) -> None:
         others, num_patches = table.shape[1] - (before // patch) ** 2, (size // patch) ** 2
         tokens = table.new_zeros(1, others + num_patches, table.shape[2])
         resized = embeddings.interpolate_pos_encoding(tokens, size, size)
-        embeddings.position_embeddings = nn.Parameter(resized.detach().clone())
+        embeddings.position_embeddings = torch.nn.Parameter(resized.detach().clone())
     for module in (embeddings, embeddings.patch_embeddings):
         if hasattr(module, "image_size"):
             module.image_size = (size, size)
@@ -105,7 +104,7 @@ def _feature_width(name: str, model: PreTrainedModel, size: int) -> int:
     """Width of the features, from one black image."""
     try:
         with torch.no_grad():
-            features: Tensor = model(torch.zeros(1, 3, size, size, device=model.device)).logits
+            features: torch.Tensor = model(torch.zeros(1, 3, size, size, device=model.device)).logits
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ModelError(f"model {name!r} cannot see images of {size} pixels ({reason}); give another size") from error

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from atlas_fl.aggregation.norm_bound import BODY, HEADS, scaled_change
 from atlas_fl.aggregation.rules import StrategyOptions
@@ -66,11 +65,11 @@ def _scale_change(before: Params, after: Params, context: AttackContext, *, sign
     return scaled_change(before, after, context.space, factors={BODY: factor, HEADS: factor})
 
 
-def _rms(tensor: Tensor) -> float:
+def _rms(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _normal(params: Params, context: AttackContext) -> dict[str, Tensor]:
+def _normal(params: Params, context: AttackContext) -> dict[str, torch.Tensor]:
     """Standard normal tensors of the shapes of the floating-point ones."""
     return {
         key: torch.randn(params[key].shape, generator=context.random).to(params[key])

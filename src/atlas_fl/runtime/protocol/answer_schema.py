@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from atlas_fl.aggregation.update_checks import check_update
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
@@ -272,7 +271,7 @@ def _fingerprint(request: AnsweredRequest) -> ExpectedAnswer:
     )
 
 
-def _like(tensor: Tensor, *, least: float, most: float) -> ReportTensor:
+def _like(tensor: torch.Tensor, *, least: float, most: float) -> ReportTensor:
     """A tensor of this shape and type."""
     return ReportTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, least=least, most=most)
 
