@@ -27,20 +27,12 @@ from atlas_fl.data.clients import (
     task_of_client,
 )
 from atlas_fl.data.registry import find_tasks
+from atlas_fl.deployment import settings_policy
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
 from atlas_fl.deployment.receipt import OTHER_RUN, Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
-from atlas_fl.deployment.settings_policy import (
-    check_settings,
-    find_servers_model,
-    key_book,
-    most_rounds,
-    settings_here,
-    what_leaves,
-    with_classes_of,
-)
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, first_of, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore, tell_notes
@@ -332,7 +324,7 @@ def _sums(config: Config, joining: SiteOptions, *, secret: Path, examples: int) 
     certs = open_certs(joining.certs)
     identity = Identity(
         name=certs.name,
-        book=key_book(config, ca=certs.ca),
+        book=settings_policy.key_book(config, ca=certs.ca),
         signer=private_key_of(certs),
         certificate=certs.cert,
         examples=examples,
@@ -360,16 +352,17 @@ def _work(
     """(whether this client has got a model, what stays of its private part) after all jobs of the server."""
     on_event(Note(f"{name} is connected to {joining.address}"))
     on_event(PhaseStarted("loading"))
-    joining = replace(joining, task=with_classes_of(joining.task, link.welcome.get("classes"), client=name))
+    task = settings_policy.with_classes_of(joining.task, link.welcome.get("classes"), client=name)
+    joining = replace(joining, task=task)
     run = config_hash(settings)
     device = read_device(joining.device).name
     if joining.model is None:
-        model = find_servers_model(settings.model.model, joining, is_pinned=joining.config is not None)
+        model = settings_policy.find_servers_model(settings.model.model, joining, is_pinned=joining.config is not None)
         joining = replace(joining, model=model)
-    config = settings_here(settings, joining)
+    config = settings_policy.settings_here(settings, joining)
     secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
-    check_settings(settings, joining, client=client, device=device)
+    settings_policy.check_settings(settings, joining, client=client, device=device)
     there = str(link.welcome.get("model"))
     home = SiteRuntime(config, client, model=there, private=private, secret=secret, run=run, epsilon=joining.epsilon)
     outline = home.outline
@@ -378,7 +371,7 @@ def _work(
     said |= {"architecture": identity.architecture, "tokenizer": identity.tokenizer, "run": link.welcome.get("run")}
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
-    sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
+    sent = settings_policy.what_leaves(settings, client=client, device=device, blocks=outline.blocks)
     tell_notes(on_event, *sent, *data_notes((client,)), *truncation_notes({name: home.tokens}, home.known))
     registration = metadata_of(client, home.tokens)
     metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
@@ -413,7 +406,7 @@ def _work(
             device=device,
             outline=outline,
             starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
-            most_rounds=most_rounds(joining, examples=examples),
+            most_rounds=settings_policy.most_rounds(joining, examples=examples),
         ),
         baselines=baselines,
         sums=_sums(settings, joining, secret=secret, examples=examples) if settings.mixing.secure else None,

@@ -45,16 +45,7 @@ from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart, StepInputs
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
-from atlas_fl.planning.client_privacy import (
-    COUNT,
-    clip_changes,
-    clip_of,
-    drawn_normals,
-    next_clip,
-    noisy_settings,
-    seeded_normals,
-    spending,
-)
+from atlas_fl.planning import client_privacy
 from atlas_fl.planning.host_assignment import match_round_hosts
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
@@ -402,29 +393,31 @@ def _sums(
     """The updates, with what their clients have spent under `--dp client`, and the means of the rule's groups."""
     config, number = assembly.config, state.round + 1
     groups = strategy_of(config).sum_groups(planned.plan.federation(), state.server_models, round=number)
-    settings = noisy_settings(config, assembly.names, state.clip, round=number)
+    settings = client_privacy.noisy_settings(config, assembly.names, state.clip, round=number)
     remote = engine if isinstance(engine, RemoteEngine) else None
-    normals = partial(seeded_normals, config) if remote is None else drawn_normals
+    normals = partial(client_privacy.seeded_normals, config) if remote is None else client_privacy.drawn_normals
     examples = {client.name: client.examples for client in planned.plan.clients}
     sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
     if config.training.dp == "client":
         # a site's noise follows from the round, and one that is done again gives out the same sum
         is_secure = config.mixing.secure
         done = range(1, number + 1) if remote is None or is_secure else remote.release(number)
-        spent = spending(config, assembly.names, done)
+        spent = client_privacy.spending(config, assembly.names, done)
         updates = {name: replace(one, metrics={**one.metrics, **spent[name]}) for name, one in received.updates.items()}
         received = replace(received, updates=updates)
         if not (is_secure and remote):
-            before, clip = state.server_models, state.clip or clip_of(config)
-            changes = clip_changes(before, received.models, config, clip)
+            before, clip = state.server_models, state.clip or client_privacy.clip_of(config)
+            changes = client_privacy.clip_changes(before, received.models, config, clip)
             shares = partial(sum_here, before, examples, changes=changes, seed=config.run.seed)
             sum_of = shares if is_secure else partial(noisy_sum, before, changes, normals)
     means = secure_means(groups, settings, state.server_models, received.models, sum_of, round=number)
     if config.training.clip_quantile is not None and received.models:
-        whole = clip_changes(state.server_models, received.models, config, inf)
+        whole = client_privacy.clip_changes(state.server_models, received.models, config, inf)
         norms = [norm_of(change) for change in whole.values()]
-        clip = state.clip or clip_of(config)
-        then = next_clip(config, assembly.names, norms, clip, float(normals(COUNT, number, 1)[0]))
+        clip = state.clip or client_privacy.clip_of(config)
+        then = client_privacy.next_clip(
+            config, assembly.names, norms, clip, float(normals(client_privacy.COUNT, number, 1)[0])
+        )
         means = replace(means, clip=then, sums=(*means.sums, f"clipped to {clip:.4g}, and to {then:.4g} from now on"))
     return received, means
 
