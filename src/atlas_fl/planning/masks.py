@@ -247,10 +247,6 @@ def full_client_plans(
                 device=device.name,
                 examples=len(client.train),
                 cluster=label,
-                ranks=(),
-                cut=None,
-                budget_bytes=0,
-                largest_rank=0,
                 memory={
                     "total": device.memory_bytes,
                     **dict.fromkeys(("weights", "gradients", "momentum"), model_bytes),

@@ -31,12 +31,12 @@ class ClientPlan:
     examples: int
     cluster: int
     """-1: it is in none."""
-    ranks: tuple[int, ...]
-    """LoRA rank of every block."""
-    cut: int | None
+    ranks: tuple[int, ...] = ()
+    """LoRA rank of every block; none where all weights train."""
+    cut: int | None = None
     """Blocks on the client when the model is split; None: the whole model is on the client."""
-    budget_bytes: int
-    largest_rank: int
+    budget_bytes: int = 0
+    largest_rank: int = 0
     """The rank that every layer could have within the budget, or the profile's own largest if that is less."""
     memory: Mapping[str, int]
     """Bytes on the device by part."""

@@ -40,7 +40,7 @@ class TaskDiscovery:
     warmed_models: Mapping[str, Params]
     """Every client's model after the warm-up, at the warm-up's rank."""
     sketches: np.ndarray | None  # (2, n, dim) float32
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def inside_clusters(self, importance: np.ndarray) -> np.ndarray:
         """Importance of layers, (n, layers) float64, in which clients of one cluster have their mean.
@@ -103,7 +103,7 @@ def discover_tasks(
 def _without_clusters(models: ByClient, *, clients: int) -> TaskDiscovery:
     labels = (0,) * clients
     report = {"method": "none", "labels": list(labels)}
-    return TaskDiscovery(labels=labels, clustering=None, report=report, warmed_models=models, sketches=None, notes=())
+    return TaskDiscovery(labels=labels, clustering=None, report=report, warmed_models=models, sketches=None)
 
 
 def discover_newcomer(
@@ -141,7 +141,6 @@ def discover_newcomer(
         report=_clustering_report(clustering, assembly.names, tasks, {**losses, update.client: update.metrics["loss"]}),
         warmed_models=models_after_fingerprints(newcomer, [update], cuts),
         sketches=sketches,
-        notes=(),
     )
 
 
