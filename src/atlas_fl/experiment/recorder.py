@@ -164,11 +164,9 @@ class Recorder:
     def record_plan(self, planned: PlanResult, state: FederationState, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows = (
-            plan_messages(planned, with_importance=self._has_importance(planned))
-            if communicates
-            else planned.cut_traffic
-        )
+        rows: Sequence[LedgerRow] = planned.cut_traffic
+        if communicates:
+            rows = plan_messages(planned, with_importance=self._has_importance(planned))
         self._append_rows(self.folder.metrics, [])
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.config.run.audit:
@@ -188,10 +186,8 @@ class Recorder:
         self._write_plan(join.planned)
         clients = [client for client in join.planned.plan.clients if client.name in join.newcomer_models]
         common = {"round": state.round + 1, "event": "joined"}
-        self._append_rows(
-            self.folder.metrics,
-            [{**common, "client": client_plan.name, "cluster": client_plan.cluster} for client_plan in clients],
-        )
+        events = [{**common, "client": client.name, "cluster": client.cluster} for client in clients]
+        self._append_rows(self.folder.metrics, events)
         rows: Sequence[LedgerRow] = join.planned.cut_traffic
         if strategy_of(assembly.config).communicates:
             has_importance, number = self._has_importance(join.planned), state.round + 1

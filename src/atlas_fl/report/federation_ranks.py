@@ -34,12 +34,6 @@ class MethodRanks:
     partial: Mapping[str, int] = field(default_factory=dict)
     """Methods without a rank, since they are not in all federations, and in how many they are."""
 
-    @property
-    def partial_words(self) -> str:
-        """`not ranked, as not in all federations: pfedgraph (3)`; empty if all are ranked."""
-        words = ", ".join(f"{name} ({count})" for name, count in self.partial.items())
-        return f"not ranked, as not in all federations: {words}" if words else ""
-
 
 def rank_methods(
     scores: Mapping[str, Float64[np.ndarray, " federations"]], *, control: str | None = None
@@ -85,6 +79,7 @@ def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
         [name, plain(rank, 2), plain(ranks.against_control.get(name))]
         for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1])
     ]
+    partial = ", ".join(f"{name} ({count})" for name, count in ranks.partial.items())
     return Table(
         title="Ranks over all federations",
         columns=("method", "average rank", f"p against {control} (Holm)"),
@@ -92,7 +87,7 @@ def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
         note=(
             f"1 is the best of {ranks.federations} federations; Friedman p {ranks.friedman_p:.2g}; ranks that are"
             f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi); coarse below 10 federations"
-            + (f"; {ranks.partial_words}" if ranks.partial else "")
+            + (f"; not ranked, as not in all federations: {partial}" if partial else "")
         ),
     )
 
