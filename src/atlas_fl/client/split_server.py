@@ -187,13 +187,6 @@ class CutMessages:
             labels=None if labels is None else labels.to(device),
         )
 
-    def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
-        """The entry with the gradient of its features, which has come from the client."""
-        rows = self.decode(payloads, "gradient").get(codec.ROWS)
-        if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
-            raise self.refusal("a gradient")
-        return replace(entry, upper=rows.to(entry.rows.device, copy=True))
-
     def _are_lengths(self, lengths: Tensor | None, rows: Tensor) -> bool:
         if lengths is None or not _are_within(lengths, self._longest + 1, torch.int32):
             return False
@@ -295,8 +288,11 @@ class GradientHalf(ServerHalf):
         first = "features" if side.cut.head == "client" else "loss"
         side.expect(what, done, first if self._waiting is None else "gradient")
         if self._waiting is not None:
-            entry, self._waiting = side.with_upper(self._waiting, payloads), None
-            return entry
+            rows, entry = side.decode(payloads, "gradient").get(codec.ROWS), self._waiting
+            if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
+                raise side.refusal("a gradient")
+            self._waiting = None
+            return replace(entry, upper=rows.to(entry.rows.device, copy=True))
         self.close_step(payloads)
         if done >= self._steps:
             raise ProtocolError(f"{side.job.client} goes on after its {self._steps} steps")

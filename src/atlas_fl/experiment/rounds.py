@@ -115,10 +115,9 @@ def check_updates(
         try:
             check_update(expected_update(initial_models[update.client], update.params, share), update.params)
             check_finite(update.beside_model())
+            accepted[update.client] = update
         except ProtocolError as error:
             refused[update.client] = str(error)
-        else:
-            accepted[update.client] = update
     return accepted, refused
 
 

@@ -150,10 +150,9 @@ def load_latest(
             candidate = load(path, mapped=mapped)
             if check is not None:
                 check(candidate)
+            return candidate, tuple(f"{line}; going on from {path.name}" for line in messages)
         except CheckpointError as error:
             messages.append(f"checkpoint {path.name} passed over: {error}")
-        else:
-            return candidate, tuple(f"{line}; going on from {path.name}" for line in messages)
     return None, tuple(messages)
 
 
