@@ -15,7 +15,7 @@ from atlas_fl.config.presets import presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import describe, to_words
 from atlas_fl.data.registry import TASKS
-from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 from atlas_fl.models.registry import MODELS
 from atlas_fl.plugins import load_plugins
@@ -91,8 +91,7 @@ def _tasks() -> Lines:
 def _strategies(alone: str | None = None) -> Lines:
     yield "strategy", "what it does"
     names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
-    if unknown := {*names} - {*RULES, *METHODS}:
-        raise unknown_name("strategy", unknown.pop(), [*RULES, *METHODS, *ALIASES])
+    check_known("strategy", *names, among=[*RULES, *METHODS, *ALIASES])
     for name in names:
         method = METHODS.get(name)
         rule = RULES[name if method is None else method.rule]

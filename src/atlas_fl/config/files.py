@@ -7,7 +7,7 @@ Of YAML every scalar is a text, which the setting's own type reads as on the com
 import errno
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -16,7 +16,7 @@ import tomlkit
 from yaml import AliasToken, BaseLoader, MappingNode, ScalarNode, YAMLError, compose, scan
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
+from atlas_fl.config.settings import group_classes, replace_settings, settings, unknown_setting, value_of
 from atlas_fl.config.values import NONE, Mark, convert_value, describe, from_words, unwrap_optional, wrong_kind
 from atlas_fl.errors import ConfigError, check_known, short_repr
 from atlas_fl.storage.folder_access import read_file, read_named_file
@@ -172,7 +172,9 @@ def to_toml(config: Config) -> str:
     for group, cls in group_classes().items():
         lines += ["", "", f"# {(cls.__doc__ or '').strip()}", f"[{group}]"]
         for setting in (setting for setting in settings().values() if setting.group == group):
-            lines += _setting_lines(setting, value_of(config, setting.name))
+            words, value = describe(setting.kind), _to_toml_value(value_of(config, setting.name))
+            lines.append(f"# {setting.help}" + (f" ({words})" if "one of" in words else ""))
+            lines.append(f"{setting.name} = {tomlkit.item(value).as_string()}")
     return "\n".join(lines) + "\n"
 
 
@@ -209,12 +211,6 @@ def _read_value(path: str | Path, key: str, value: object, file_format: FileForm
         return file_format.convert(value, setting.kind)
     except ValueError:
         raise wrong_kind(f"{path}: {key}", value, setting.kind) from None
-
-
-def _setting_lines(setting: Setting, value: Any) -> Iterator[str]:
-    is_choice = "one of" in (words := describe(setting.kind))
-    yield f"# {setting.help}" + (f" ({words})" if is_choice else "")
-    yield f"{setting.name} = {tomlkit.item(_to_toml_value(value)).as_string()}"
 
 
 def _to_toml_value(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atlas_fl.config import conflicts, methods, presets, schema, values
 from atlas_fl.config.settings import check_kind, check_range, settings, value_of
-from atlas_fl.errors import ConfigError, check_known, unknown_name
+from atlas_fl.errors import ConfigError, check_known
 from atlas_fl.plugins import load_plugins, registered_names
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ def _check_tasks(config: schema.Config, *, at_sites: bool) -> None:
 
 def check_cut_names(split: str, names: Collection[str]) -> None:
     """Raise ConfigError, with the nearest name, where `--split` names another client, task or device than these."""
-    if missing := unknown_cut_names(split, names):
-        raise unknown_name("name in --split", missing[0], names)
+    check_known("name in --split", *unknown_cut_names(split, names), among=names)
 
 
 def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:

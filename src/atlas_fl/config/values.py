@@ -5,6 +5,7 @@ these or None. Nothing is guessed: a number is not a text, and true is not 1.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
@@ -68,7 +69,7 @@ def describe(kind: Any) -> str:
     return _WORDS[kind]
 
 
-def convert_value(value: object, kind: Any) -> Any:
+def convert_value(value: Any, kind: Any) -> Any:
     """The value as this kind; whole numbers pass as numbers, and the text `none` as None.
 
     Raises:
@@ -85,7 +86,8 @@ def convert_value(value: object, kind: Any) -> Any:
     if kind in (bool, int, str) and type(value) is kind:
         return value
     if kind is float and type(value) in (int, float):
-        return _to_float(value)
+        with suppress(OverflowError):
+            return float(value)
     raise _conversion_error(value, kind)
 
 
@@ -186,10 +188,3 @@ def _parse_scalar(word: str, kind: Any) -> object:
     if kind is bool:
         return _SWITCH.get(word.lower(), word)
     return kind(word) if kind in (int, float) else word
-
-
-def _to_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise _conversion_error(value, float) from None
