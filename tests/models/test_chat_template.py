@@ -132,8 +132,17 @@ def test_calls_of_tools_are_answers_as_trl_marks_them(tokenizer, name: str) -> N
     assert answers[2].startswith("see") and answers[2].count("<tool_call>") == 2
 
 
+@pytest.mark.parametrize(
+    ("chat", "name"), [(CALLING[:2], "tools"), ([{"role": "user", "content": "rain?"}, CALLING[1]], "tool_calls")]
+)
+def test_a_template_that_leaves_tools_out_is_refused(tokenizer, chat: object, name: str) -> None:
+    with pytest.raises(ModelError, match=f"does not write the {name} of a conversation; give one that does"):
+        encode(tokenizer, "chatml", chat)
+
+
 def test_a_call_that_is_written_otherwise_later_is_refused(tokenizer) -> None:
-    template = UNMARKED.replace("m.content.strip()", "(m.tool_calls or 'x') | string + (loop.last and '!' or '?')")
+    written = "(m.tools or '') | string + (m.tool_calls or 'x') | string + (loop.last and '!' or '?')"
+    template = UNMARKED.replace("m.content.strip()", written)
     with pytest.raises(ModelError, match="in another way once the conversation goes on"):
         encode(tokenizer, template, CALLING[:4])
 

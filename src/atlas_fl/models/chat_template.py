@@ -68,6 +68,13 @@ class ChatTemplate:
         """
         messages = json.loads(chat)
         whole, spans = self._render(messages)
+        for name in ("tools", "tool_calls"):
+            without = [{key: value for key, value in turn.items() if key != name} for turn in messages]
+            if without != messages and self._render(without)[0] == whole:
+                raise ModelError(
+                    f"the chat template does not write the {name} of a conversation; give one that does, such as"
+                    " Qwen3's, by template="
+                )
         if self._marks_answers:
             return whole, spans
         for place, turn in enumerate(messages):
