@@ -14,13 +14,7 @@ import numpy as np
 
 from atlas_fl.clustering import k_search, sketch
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_IN_BLOCK, Matrix, blocks_of, from_blocks, take
-from atlas_fl.clustering.labels import (
-    UNDECIDED,
-    ClusteringSettings,
-    decided_labels,
-    number_by_first_client,
-    stable_labels,
-)
+from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels, name_labels
 from atlas_fl.clustering.result import Clustering, similarity_to_clusters
 from atlas_fl.rng import generator
 
@@ -80,9 +74,7 @@ def cluster_clients(
     previous_labels = None if previous is None else np.asarray(previous.labels)[order]
     labels, verdict, notes, table = _decide(evidence, settings, previous_labels)
     inverse_order = np.argsort(order)
-    new_labels = number_by_first_client(labels[inverse_order])
-    if previous is not None:
-        new_labels = stable_labels(previous.labels, new_labels)
+    new_labels = name_labels(labels[inverse_order], previous=None if previous is None else previous.labels)
     undecided = [
         names[client] if names else str(client) for client, label in enumerate(new_labels) if label == UNDECIDED
     ]

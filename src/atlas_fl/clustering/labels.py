@@ -78,3 +78,9 @@ def number_by_first_client(labels: np.ndarray) -> tuple[int, ...]:
     """The same partition with clusters numbered 0, 1, ... in the order of their first client; -1 stays."""
     names: dict[int, int] = {UNDECIDED: UNDECIDED}
     return tuple(names.setdefault(int(label), len(names) - 1) for label in labels)
+
+
+def name_labels(labels: np.ndarray, *, previous: Sequence[int] | None) -> tuple[int, ...]:
+    """The labels numbered by first clients, and with `previous` ones renamed to keep these (`stable_labels`)."""
+    numbered = number_by_first_client(labels)
+    return numbered if previous is None else stable_labels(previous, numbered)
