@@ -29,7 +29,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment import server
 from atlas_fl.deployment.service import ServerOptions, client_manager_of
-from atlas_fl.deployment.site import SiteRuntime, own_client
+from atlas_fl.deployment.site import SiteRuntime
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
 from atlas_fl.experiment.run import RunResult, run_config
@@ -42,6 +42,7 @@ from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.setup.assembly import own_client
 from atlas_fl.setup.options import keeps_models
 from tests.runtime.in_process import AcceptAll, InProcess
 

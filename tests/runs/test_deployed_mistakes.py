@@ -11,9 +11,9 @@ import pytest
 
 from atlas_fl.config import to_toml
 from atlas_fl.data.task import Rows
-from atlas_fl.deployment.site import own_client
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.setup.assembly import own_client
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import SITES, Federations
 from tests.runs.finished import Make

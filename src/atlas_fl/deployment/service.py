@@ -25,7 +25,6 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
-from atlas_fl.planning.planner import model_sender
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
@@ -39,7 +38,7 @@ from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Sessions, Tokens
-from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, trainable_of, trained_body
+from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, model_sender, trainable_of, trained_body
 from atlas_fl.setup.options import strategy_of, warmup_rank
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage import jsonl, tensors

@@ -16,17 +16,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.privacy import delta_of
 from atlas_fl.config import Config, config_hash, differences, parse_config
 from atlas_fl.config.schema import NONE
-from atlas_fl.data.clients import (
-    ClientData,
-    Sizes,
-    data_notes,
-    label_statistics,
-    majority,
-    make_clients,
-    site_client,
-    task_of_client,
-)
-from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.clients import ClientData, data_notes, label_statistics, majority
 from atlas_fl.deployment import settings_policy
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
@@ -44,7 +34,6 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.client_privacy import cost_of_run, noisy_settings
-from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
@@ -59,14 +48,15 @@ from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
     first_adapted_block,
-    source_of,
+    model_receiver,
+    own_client,
     targets_of,
     tokenise,
     trainable_of,
     trained_body,
     truncation_notes,
 )
-from atlas_fl.setup.options import dealing_of, keeps_models, scale_of, second_part, share_of
+from atlas_fl.setup.options import keeps_models, scale_of, second_part, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -471,30 +461,3 @@ def _settings_of(link: Link, joining: SiteOptions, said: Head) -> Config:
             " ask who runs the server which are right, and change this file or the server's"
         )
     return config
-
-
-def own_client(config: Config, name: str, *, task: str, part: int | None, secret: Path) -> ClientData:
-    """This site's rows under its name in the federation.
-
-    A `part` is dealt as in a simulation of the same config. Without one the site has the
-    whole task, or the rows that its data have for its name, up to the config's numbers of rows, which its secret
-    chooses: the same in every run, whatever seed a server names.
-    """
-    client_task = task_of_client(find_tasks((), (task,)) if "=" in task else find_tasks((task,)), name)
-    source = source_of(config)
-    settings = config.data
-    samples: Sizes = {
-        "train": settings.samples,
-        "validation": settings.validation_samples,
-        "test": settings.test_samples,
-    }
-    if part is None:
-        own_secret = load_or_create_secret(secret)
-        shuffle = settings.shuffle_labels
-        return site_client(client_task, source, samples, name=name, secret=own_secret, shuffle_labels=shuffle)
-    if not 0 <= part < settings.clients_per_task:
-        raise ConfigError(
-            f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
-            " says, or leave it out where the whole task is here"
-        )
-    return replace(make_clients((client_task,), source, **dealing_of(config))[part], name=name)

@@ -21,14 +21,14 @@ from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.backbone import buffer_entries, tensor_views, write_weights
-from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
+from atlas_fl.planning.planner import local_engine
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime import processes, reuse, worker_pool
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
+from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device, worker_receiver, worker_sender
 from atlas_fl.storage.files import secret_digest
 
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]

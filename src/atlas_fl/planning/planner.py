@@ -1,8 +1,8 @@
 """make_plan: a plan from a config, every step before round one in order; the initial models.
 
 Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. Adapters and whole
-models are sent differently (`model_sender`, `model_receiver`); rounds, rules, records, resume and audit are
-the same code for both (`Site.trainable`).
+models are sent differently (`setup.assembly.model_sender`, `model_receiver`); rounds, rules, records, resume and audit
+are the same code for both (`Site.trainable`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore, tell_notes
-from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.params import ByClient, Params
@@ -34,18 +33,8 @@ from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, st
 from atlas_fl.planning.task_discovery import discover_tasks, make_client_graph
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.runtime.protocol import model_sync
-from atlas_fl.runtime.protocol.private_params import PrivateParamStore
-from atlas_fl.setup.assembly import (
-    Assembly,
-    assemble,
-    defer_late_clients,
-    trained_body,
-    truncation_notes,
-    without_private,
-)
+from atlas_fl.setup.assembly import Assembly, assemble, defer_late_clients, truncation_notes, without_private
 from atlas_fl.setup.options import cut_of, lora_of, paper_notes, strategy_of, train_options
-from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import LedgerRow
 
@@ -229,47 +218,6 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
     cuts = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
-
-
-def model_sender(
-    backbone: Backbone, config: Config, *, is_full: bool, keeps_trained: bool = True, mask: Mask | None = None
-) -> model_sync.NewSender:
-    """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
-    home = model_sync.DigestCache().digests(trained_body(backbone, config)) if is_full else {}
-    body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
-    common = model_sync.SenderState(home=home, mask=body_mask, compressed=config.compresses_updates)
-    return lambda: model_sync.Sender(common=common, counts_on_trained=keeps_trained)
-
-
-def model_receiver(
-    backbone: Backbone,
-    config: Config,
-    *,
-    is_full: bool,
-    keeps_trained: bool = True,
-    store: PrivateParamStore | None = None,
-) -> model_sync.Receiver:
-    """The receiver of models at a client or worker."""
-    home = trained_body(backbone, config) if is_full else {}
-    return model_sync.Receiver(
-        home=home,
-        keeps_trained=keeps_trained,
-        compresses=config.compresses_updates,
-        trains_heads=backbone.vision is None,
-        store=store,
-    )
-
-
-def worker_sender(assembly: Assembly) -> model_sync.NewSender:
-    """Make senders of jobs to the workers of this assembly."""
-    backbone = assembly.site.backbone
-    return model_sender(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
-
-
-def worker_receiver(assembly: Assembly) -> model_sync.Receiver:
-    """The receiver of jobs at a worker of this assembly."""
-    backbone = assembly.site.backbone
-    return model_receiver(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:

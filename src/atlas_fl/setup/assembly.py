@@ -19,7 +19,7 @@ from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.chat import last_answer
-from atlas_fl.data.clients import ClientData, client_names, group_by, make_clients, site_of
+from atlas_fl.data.clients import ClientData, client_names, group_by, make_clients, site_client, site_of, task_of_client
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Rows, Source, Task, as_texts
@@ -36,12 +36,15 @@ from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_byte
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
 from atlas_fl.runtime.attacks import ATTACKS, with_flipped_labels
+from atlas_fl.runtime.protocol import model_sync
+from atlas_fl.runtime.protocol.private_params import PrivateParamStore
 from atlas_fl.setup.options import configured_attackers, dealing_of, scale_of
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.files import read_secret, secret_file
+from atlas_fl.storage.files import load_or_create_secret, read_secret, secret_file
 from atlas_fl.storage.run_folder import RunFolder
 
 
@@ -196,6 +199,32 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
     )
 
 
+def own_client(config: Config, name: str, *, task: str, part: int | None, secret: Path) -> ClientData:
+    """This site's rows under its name in the federation.
+
+    A `part` is dealt as in a simulation of the same config. Without one the site has the
+    whole task, or the rows that its data have for its name, up to the config's numbers of rows, which its secret
+    chooses: the same in every run, whatever seed a server names.
+    """
+    client_task = task_of_client(find_tasks((), (task,)) if "=" in task else find_tasks((task,)), name)
+    source, data = source_of(config), config.data
+    if part is None:
+        return site_client(
+            client_task,
+            source,
+            {"train": data.samples, "validation": data.validation_samples, "test": data.test_samples},
+            name=name,
+            secret=load_or_create_secret(secret),
+            shuffle_labels=data.shuffle_labels,
+        )
+    if not 0 <= part < data.clients_per_task:
+        raise ConfigError(
+            f"--part is {part}; allowed: 0 to {data.clients_per_task - 1}, as --clients-per-task of the server"
+            " says, or leave it out where the whole task is here"
+        )
+    return replace(make_clients((client_task,), source, **dealing_of(config))[part], name=name)
+
+
 def assemble(
     config: Config,
     *,
@@ -335,6 +364,47 @@ def trained_body(backbone: Backbone, config: Config) -> Params:
     parameters = dict(backbone.model.named_parameters())
     names = trainable_names(backbone, frozen_blocks=config.images.frozen_blocks)
     return {key: parameters[key].detach().float() for key in names}
+
+
+def model_sender(
+    backbone: Backbone, config: Config, *, is_full: bool, keeps_trained: bool = True, mask: Mask | None = None
+) -> model_sync.NewSender:
+    """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    home = model_sync.DigestCache().digests(trained_body(backbone, config)) if is_full else {}
+    body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
+    common = model_sync.SenderState(home=home, mask=body_mask, compressed=config.compresses_updates)
+    return lambda: model_sync.Sender(common=common, counts_on_trained=keeps_trained)
+
+
+def model_receiver(
+    backbone: Backbone,
+    config: Config,
+    *,
+    is_full: bool,
+    keeps_trained: bool = True,
+    store: PrivateParamStore | None = None,
+) -> model_sync.Receiver:
+    """The receiver of models at a client or worker."""
+    home = trained_body(backbone, config) if is_full else {}
+    return model_sync.Receiver(
+        home=home,
+        keeps_trained=keeps_trained,
+        compresses=config.compresses_updates,
+        trains_heads=backbone.vision is None,
+        store=store,
+    )
+
+
+def worker_sender(assembly: Assembly) -> model_sync.NewSender:
+    """Make senders of jobs to the workers of this assembly."""
+    backbone = assembly.site.backbone
+    return model_sender(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
+
+
+def worker_receiver(assembly: Assembly) -> model_sync.Receiver:
+    """The receiver of jobs at a worker of this assembly."""
+    backbone = assembly.site.backbone
+    return model_receiver(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
