@@ -180,10 +180,9 @@ def request_limit(config: Config, model: nn.Module, *, body: Params | None = Non
     models = 1 + strategy_of(config).models_in_report
     if body is not None:
         return REST_BYTES + 2 * tensors.encoded_size(body) * models
-    ranks = [*config.ranks.candidates, warmup_rank(config)]
-    ranks += [int(config.ranks.ranks)] if config.ranks.ranks.isdecimal() else []
+    largest_rank = max(*config.ranks.candidates, warmup_rank(config))
     widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)
-    limit = REST_BYTES + 2 * 4 * max(ranks) * widths * models
+    limit = REST_BYTES + 2 * 4 * largest_rank * widths * models
     return limit if config.split.split == NONE else max(FRAME_LIMIT, limit)
 
 
