@@ -8,7 +8,7 @@ from atlas_fl.report.figures import charts_of, draw_all
 from atlas_fl.report.format import MOST_SHOWN, evenly
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.report.record import read_record
-from atlas_fl.report.table import Table, cell_at, table_of, word
+from atlas_fl.report.table import Table, cell_at, table_of
 
 
 @pytest.mark.parametrize("count", [0, 1, MOST_SHOWN, MOST_SHOWN + 1, 10_000])
@@ -21,11 +21,9 @@ def test_of_many_so_many_are_shown_with_both_ends_in_their_order(count: int) -> 
 
 def test_a_table_says_of_how_many_rows_it_has_some() -> None:
     entries = [{"name": f"c{k}"} for k in range(1_000)]
-    few = table_of("Clients", {"client": cell_at("name", word)}, entries, note="of one seed")
+    few = table_of("Clients", {"client": cell_at("name")}, entries, note="of one seed")
     assert (len(few.rows), few.note) == (MOST_SHOWN, "of one seed\n200 of 1,000 rows, evenly spaced")
-    assert (
-        table_of("Clients", {"client": cell_at("name", word)}, entries[:200], note="of one seed").note == "of one seed"
-    )
+    assert table_of("Clients", {"client": cell_at("name")}, entries[:200], note="of one seed").note == "of one seed"
 
 
 @pytest.mark.product

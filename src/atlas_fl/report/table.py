@@ -58,6 +58,11 @@ def share(value: float | None) -> Number:
     return Number(value=value, text=f"below {percent(LEAST_SHARE)}")
 
 
+def word(value: str | None) -> str:
+    """A word; a dash where there is none."""
+    return value or EMPTY
+
+
 def text_of(cell: Cell) -> str:
     """The cell as people read it."""
     return cell.text if isinstance(cell, Number) else cell
@@ -153,7 +158,7 @@ def table_of(title: str, columns: Columns, entries: Iterable[Entry], *, note: st
     return Table(title=title, columns=list(columns), rows=rows, note="\n".join(filter(None, (note, part))))
 
 
-def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
+def cell_at(path: str, form: Callable[[Any], Cell] = word) -> Callable[[Entry], Cell]:
     """The cell of what lies in an entry at this path ("predicted.seconds"); `form` of None where nothing does."""
 
     def cell(entry: Entry) -> Cell:
@@ -163,11 +168,6 @@ def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
         return form(value)
 
     return cell
-
-
-def word(value: str | None) -> str:
-    """A word; a dash where there is none."""
-    return value or EMPTY
 
 
 def _broken(heading: str) -> str:

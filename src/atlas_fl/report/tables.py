@@ -25,10 +25,9 @@ from atlas_fl.report.table import (
     share,
     size,
     table_of,
-    word,
 )
 
-CLIENT: Columns = {"client": cell_at("name", word), "device": cell_at("device", word)}
+CLIENT: Columns = {"client": cell_at("name"), "device": cell_at("device")}
 
 
 def plan_tables(plan: Entry) -> list[Table]:
@@ -177,7 +176,7 @@ def _host(client: Entry) -> str:
 CUTS: Columns = {
     **CLIENT,
     "blocks on the client": lambda own: "all" if own["cut"] is None else f"{own['cut']} of {len(own['ranks'])}",
-    "why": cell_at("split.reason", word),
+    "why": cell_at("split.reason"),
     "host of the upper part": _host,
 }
 
@@ -185,7 +184,7 @@ CUTS: Columns = {
 def leakage_table(rows: Iterable[Entry]) -> Table:
     """One row a task and cut: the tokens that the probe reads."""
     columns: Columns = {
-        "task": cell_at("task", word),
+        "task": cell_at("task"),
         "blocks on the client": cell_at("blocks", count),
         "tokens read": cell_at("read", share),
         "looks": cell_at("looks", lambda looks: count(None if looks == 1 else looks)),
@@ -213,7 +212,7 @@ def _with_interval(name: str) -> Callable[[Entry], Cell]:
 
 
 ATTACK_COLUMNS: Columns = {
-    "server": cell_at("server", word),
+    "server": cell_at("server"),
     "epsilon": cell_at("epsilon", lambda epsilon: plain(epsilon, 2)),
     "test score": cell_at("score", plain),
     "AUC": _with_interval("auc"),
@@ -229,7 +228,7 @@ ATTACK_COLUMNS: Columns = {
     "lower bound": cell_at("bound", lambda bound: plain(bound, 2)),
     "right guesses": cell_at("correct", count),
     "of guesses": cell_at("guesses", count),
-    "property": cell_at("property", word),
+    "property": cell_at("property"),
     "examples": cell_at("examples", count),
     "error": cell_at("error", plain),
     "error by chance": cell_at("error_chance", plain),
@@ -282,7 +281,7 @@ def _worst_client(group: Entry) -> str:
 
 
 SCORES: Columns = {
-    "task": cell_at("task", word),
+    "task": cell_at("task"),
     "clients": cell_at("clients", count),
     "majority": cell_at("final.test.majority", plain),
     "final": cell_at("final.test.primary", plain),

@@ -17,20 +17,7 @@ from atlas_fl.report.format import MOST_SHOWN, evenly
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import (
-    Cell,
-    Columns,
-    Number,
-    Table,
-    cell_at,
-    count,
-    duration,
-    plain,
-    share,
-    size,
-    table_of,
-    word,
-)
+from atlas_fl.report.table import Cell, Columns, Number, Table, cell_at, count, duration, plain, share, size, table_of
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -120,7 +107,7 @@ def _outcome(record: Record) -> list[Block]:
 
 
 GAINS: Columns = {
-    "client": cell_at("client", word),
+    "client": cell_at("client"),
     "together": cell_at("together", plain),
     "alone": cell_at("alone", plain),
     "gain": cell_at("gain", lambda gain: plain(gain, sign=True)),
@@ -147,9 +134,9 @@ def _class_tables(record: Record) -> list[Block]:
 
 
 CLASS_SCORES: Columns = {
-    "task": cell_at("task", word),
-    "client": cell_at("client", word),
-    "class": cell_at("class", word),
+    "task": cell_at("task"),
+    "client": cell_at("client"),
+    "class": cell_at("class"),
     **{name: cell_at(name, plain) for name in ("precision", "recall", "f1")},
     "support": cell_at("examples", count),
 }
@@ -181,7 +168,7 @@ def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
     return table_of("By client", CLIENT_SCORES, known, note=CLIENT_SCORES_NOTE)
 
 
-CLIENT: Columns = {"client": cell_at("name", word), **{name: cell_at(name, word) for name in ("task", "device")}}
+CLIENT: Columns = {"client": cell_at("name"), **{name: cell_at(name) for name in ("task", "device")}}
 CLIENT_SCORES: Columns = {
     **CLIENT,
     **{name: tables.SCORES[name] for name in ("majority", "final", "over majority", "best")},
