@@ -39,15 +39,7 @@ from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests, folder_access, jsonl, tensors
-from atlas_fl.storage.files import run_lock
-from atlas_fl.storage.run_folder import (
-    RunFolder,
-    check_folder_is_free,
-    find_run,
-    remove_aborted_run,
-    remove_leftovers,
-    run_log,
-)
+from atlas_fl.storage.run_folder import RunFolder, check_folder_is_free, find_run, held_run, remove_aborted_run, run_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +77,7 @@ def run_config(
     folder = run_folder(config)
     check_folder_is_free(folder)
     is_new = not folder.path.exists()
-    with run_lock(folder.path):
-        remove_leftovers(folder.path)
+    with held_run(folder.path):
         if folder.config.exists():
             if not resume:
                 raise ConfigError(
@@ -117,8 +108,7 @@ def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: O
     run_settings = replace(
         config.run, runs_dir=str(existing.path.parent), name=existing.path.name, max_rounds=max_rounds
     )
-    with run_lock(existing.path):
-        remove_leftovers(existing.path)
+    with held_run(existing.path):
         return _continue_run(replace(config, run=run_settings), existing, on_event, BACKENDS[config.run.engine])
 
 
@@ -209,8 +199,7 @@ def _train_alone(
         if isinstance(event, RoundFinished):
             emit(Progress("rounds alone", event.round, event.rounds))
 
-    with run_lock(folder.path):
-        remove_leftovers(folder.path)
+    with held_run(folder.path):
         if not folder.config.exists():
             folder_access.write_atomic(folder.config, to_toml(config).encode())
         alone = _new_recorder(reference, folder, recorder.provenance["model"])

@@ -197,9 +197,12 @@ def remove_aborted_run(path: Path, *, is_new: bool) -> None:
             folder.rmdir()
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove the drafts that a killed process has left in a run's folder; for who holds its lock."""
-    folder_access.remove_drafts(path, of=_LOCKED_FILES)
+@contextmanager
+def held_run(path: Path) -> Iterator[None]:
+    """The lock of a run's folder, without the drafts that a killed process has left in it."""
+    with files.run_lock(path):
+        folder_access.remove_drafts(path, of=_LOCKED_FILES)
+        yield
 
 
 @contextmanager
