@@ -97,9 +97,9 @@ def time_left(taken: Sequence[float], rounds: int) -> str:
     """The end of a round's line: about how long the rounds to come take, by the mean of those so far.
 
     >>> time_left([60, 90], 4)
-    ', about 5.0 min left'
+    ', about 5.0 min of rounds left'
     """
-    return f", about {seconds(fmean(taken) * rounds)} left" if rounds else ""
+    return f", about {seconds(fmean(taken) * rounds)} of rounds left" if rounds else ""
 
 
 def _scores(scores: Mapping[str, float]) -> str:
