@@ -40,7 +40,7 @@ def test_a_file_gets_plain_lines(capsys) -> None:
     assert told(events, capsys).splitlines() == [
         "loading ...",
         f"note: {'x' * 200}",
-        f"{event_line(ROUND)}, about 9.2 min left",
+        f"{event_line(ROUND)}, about 9.2 min of rounds left",
     ]
 
 
