@@ -47,8 +47,8 @@ def test_a_file_gets_plain_lines(capsys) -> None:
 def test_the_time_left_follows_what_rounds_took(capsys) -> None:
     events = [replace(ROUND, round=at, rounds=4, seconds=10.0 * at) for at in (2, 3, 4)]
     assert [line.partition(", about ")[2] for line in told(events, capsys).splitlines()] == [
-        "40.0 s left",
-        "25.0 s left",
+        "40.0 s of rounds left",
+        "25.0 s of rounds left",
         "",
     ]
 
