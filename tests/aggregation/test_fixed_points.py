@@ -24,6 +24,7 @@ NOT_BY_EXAMPLES = {
     **dict.fromkeys(("ties", "dare"), "parts of updates"),
     "fedadagrad": "it is on its way for thousands of rounds",
     **dict.fromkeys(("fedtreelora", "fedtreelora_outside", "fedavg_in_tree_and_outside"), "it needs layers"),
+    **dict.fromkeys(("hilora", "fedavg_in_levels"), "its levels are of adapters"),
     "fedavg_dynamic": "it is FedDyn, which is below",
 }
 """Methods that do not end there, each with its reason."""

@@ -53,7 +53,7 @@ BY_FACTORS = (
     *CORES,
 )
 """Rules of A and B, which validation says."""
-BY_PRODUCTS = ("fedavg_by_rank", "fedavg_with_rest")
+BY_PRODUCTS = ("fedavg_by_rank", "fedavg_with_rest", "fedavg_in_levels")
 """Rules of products alone, which validation says."""
 MEASURED = tuple(name for name, rule in RULES.items() if rule.report == "halves")
 MORE = {
@@ -63,7 +63,7 @@ MORE = {
 """Other words under which these rules run too."""
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 FROM_UPDATES = ("pfedgraph", "cfl", "fedtreelora", "classifier_collaboration")
-STATEFUL = (*SERVER_OPTIMIZERS, *WITH_STATE, "fedavg_with_rest", *FROM_UPDATES, *MEASURED)
+STATEFUL = (*SERVER_OPTIMIZERS, *WITH_STATE, *BY_PRODUCTS[1:], *FROM_UPDATES, *MEASURED)
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 

@@ -30,7 +30,7 @@ ALPHA = 0.1
 """Of FedDyn."""
 ONE_RANK = (
     *("ifca", "fedavg_dynamic", "fedavg_orthonormal", "fedavg_rotated", "fedavg_by_arrival"),
-    *("fedavg_with_residual", "fedavg_with_rest"),
+    *("fedavg_with_residual", "fedavg_with_rest", "fedavg_in_levels"),
     *("fedavg_of_cores", "fedavg_of_heads", "fedavg_in_tree_and_outside", "fedavg_cluster_routed"),
 )
 """Strategies for which validation asks for one rank."""
@@ -165,7 +165,7 @@ def write_run(
     claimed, strategy = (
         find_method(
             words.strategy,
-            **{**vars(words), **vars(robust), **vars(server), "seed": seed},
+            **{**vars(words), **vars(robust), **vars(server), "seed": seed, "rounds": ROUNDS},
             scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
         )
         for words in (mixing, real)
@@ -173,7 +173,7 @@ def write_run(
     each = accepted_ranks(claimed if accepted_ranks(claimed) != RANKS else strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
     ranks = RanksConfig(ranks="8") if mixing.strategy in ONE_RANK else RanksConfig()
-    training = TrainingConfig(proximal_mu=ALPHA if mixing.strategy == "fedavg_dynamic" else 0.0)
+    training = TrainingConfig(rounds=ROUNDS, proximal_mu=ALPHA if mixing.strategy == "fedavg_dynamic" else 0.0)
     config = Config(mixing=mixing, robust=robust, server=server, ranks=ranks, training=training)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))

@@ -111,6 +111,8 @@ FEDSA = {"strategy": "fedsa", "ranks": "8"}
         (PERSONAL | {"workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
         (FEDPAC | {"tasks": ("movie", "movie_ratings")}, r"there is movie \(classes\), movie_ratings \(regression\)"),
         ({"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that"),
+        ({"strategy": "flora", "orthogonality": 0.5}, "--orthogonality pulls away from the frozen levels of HiLoRA"),
+        ({"strategy": "hilora", "space": "factors"}, "--space is factors, and --strategy hilora is --space product"),
         (FEDPAC | {"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
         (FEDPAC | {"share": ("A", "B")}, "--share is A B, and --strategy fedpac is --share A B head"),
         (FEDSA | {"share": ("B", "head")}, "--share is B head, and --strategy fedsa is --share A; set --share A, or"),

@@ -104,7 +104,8 @@ OWN_HEADS = {"fedper", "fedrep", "fedbabu", "fedalt", "fedalt_fixed"}
 BOUND_OF = {
     **dict.fromkeys(("median", "kriging"), 1.5),
     "stb": 2.0,
-    **dict.fromkeys(("fedavg_stacked", "flora"), 3.0),  # without the part that it puts into the frozen weights
+    # without the part that they put into the frozen weights
+    **dict.fromkeys(("fedavg_stacked", "flora", "fedavg_in_levels", "hilora"), 3.0),
     **dict.fromkeys(("pfedgraph", "mta", "mta_minimax"), 3.5),
     **dict.fromkeys(("fedamp", "fedavg_by_distance"), 4.0),
     **dict.fromkeys(("krum", "atlas_laplacian", "atlas_pad", "atlas_truncate"), 8.0),

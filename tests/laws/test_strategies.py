@@ -34,7 +34,8 @@ OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
     # and no test would take any of them for neighbours
-    {"gram_alpha": 8.0, **CUTS, "tree_threshold": -1.0, "stb_zeta": 200.0, "stb_c": 0.0, **words}
+    # and the second of so many rounds is one of HiLoRA's adapter of all
+    {"gram_alpha": 8.0, **CUTS, "tree_threshold": -1.0, "stb_zeta": 200.0, "stb_c": 0.0, "rounds": 6, **words}
     for words in (
         {"space": "product"},
         {"space": "factors", "align": "truncate", "bipartition_norm": 12.0},
@@ -205,7 +206,7 @@ AS_FEDIT = ("fedavg_by_rank_one", "fedavg_of_cores", "fedavg_of_heads")
 """Rules that are FedIT for models of one rank without anything between the factors."""
 AS_FEDAVG = {
     # ranks are equal here, and what is looked at are products
-    **dict.fromkeys(("fedavg", "fedavg_by_rank", "fedavg_orthonormal"), KEYS),
+    **dict.fromkeys(("fedavg", "fedavg_by_rank", "fedavg_in_levels", "fedavg_orthonormal"), KEYS),
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
     **dict.fromkeys(

@@ -59,6 +59,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "ravan": {"ravan_heads": 2},
     "hsplitlora": {"ranks": "budget"},
     **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
+    "hilora": {"personal_rounds": 1, "rounds": 3},
 }
 """What a method needs beside its name."""
 EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()} - {"fedalt", "fedlease_router"})

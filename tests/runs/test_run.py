@@ -170,6 +170,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_by_rank": {"space": "product"},
     "fedavg_by_rank_one": {"space": "factors"},
     "fedavg_cluster_routed": {"space": "factors", "ranks": "4"},
+    "fedavg_in_levels": {"space": "product", "ranks": "4"},
     "fedavg_in_tree_and_outside": {"space": "factors", "ranks": "4", "tree_threshold": 0},
     "fedavg_of_cores": {"space": "factors", "ranks": "4", "trained_parts": "core"},
     "fedavg_of_heads": {"space": "factors", "ranks": "4", "trained_parts": "core"},

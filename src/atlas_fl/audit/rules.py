@@ -59,6 +59,7 @@ RULES: Mapping[str, step.Formula] = {
     "stb": kriging.FromHalves(within="all", predict=kriging.by_similarity_tests),
     **dict.fromkeys(("fedavg_in_tree_and_outside", "fedtreelora_outside"), update_clusters.TreeWithOutside()),
     **dict.fromkeys(("fedavg_cluster_routed", "fedlease_router"), update_clusters.Routed()),
+    **dict.fromkeys(("fedavg_in_levels", "hilora"), update_clusters.Levels()),
 }
 
 

@@ -377,14 +377,14 @@ class ExactAverage(Averaging):
     def state_fault(self, step: Step) -> tuple[str, float | None]:
         """(the first module whose frozen part is not as computed again, the largest error of all)."""
         there = step.there(range(step.num_clients))
-        expected, sizes = _dense(step, step.state), dict[str, float]()
+        expected, sizes = dense_updates(step, step.state), dict[str, float]()
         if step.num_clients > 1 and there and not step.is_undone:
             for module in lora_modules(step.before[step.plan.clients[0]]):
                 newest, size = self._newest(step, module, there)
                 frozen = f"residual/{module}"
                 expected |= {f"newest/{module}": newest, frozen: newest + expected.get(frozen, 0.0)}
                 sizes |= {f"newest/{module}": size, frozen: size}
-        recorded = _dense(step, step.told)
+        recorded = dense_updates(step, step.told)
         return compare_values(expected, recorded, "the server state", tolerance=(0.0, FROZEN), sizes=sizes)
 
     def _newest(self, step: Step, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
@@ -404,7 +404,7 @@ class ExactAverage(Averaging):
         return total, max(float(np.abs(product).max(initial=0.0)) for product in products)
 
 
-def _dense(step: Step, state: Flat) -> dict[str, np.ndarray]:
+def dense_updates(step: Step, state: Flat) -> dict[str, np.ndarray]:
     """The dense updates of factors in a server state, by part and module; of factors that do not fit a number alone."""
     modules = {path.removesuffix(LORA_A).removesuffix(LORA_B) for path in state}
     return {

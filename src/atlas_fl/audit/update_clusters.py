@@ -1,8 +1,8 @@
 """Second formulas of clusters by updates: CFL's cuts in two, FedTreeLoRA's tree, IFCA's choices by losses.
 
 Single linkage is Kruskal's algorithm over the pairs, average linkage the mean of all distances between two clusters,
-and silhouettes are those of the clustering, where the method takes scikit-learn's.
-Sattler et al., 2021; Ghosh et al., 2020.
+and silhouettes are those of the clustering, where the method takes scikit-learn's. HiLoRA's distances are by principal
+angles, its clusters scikit-learn's. Sattler et al., 2021; Ghosh et al., 2020.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +10,16 @@ from itertools import combinations
 
 import numpy as np
 import torch
+from scipy.sparse.csgraph import laplacian
 from torch import Tensor
 
 from atlas_fl.audit.averages import CLUSTER_MEAN, Averaging, Mean
-from atlas_fl.audit.dense import arrays, cosines, same_tensors
+from atlas_fl.audit.dense import arrays, cosines, decompose, same_tensors
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
-from atlas_fl.audit.server_steps import weighted
-from atlas_fl.audit.step import Step
+from atlas_fl.audit.server_steps import dense_updates, weighted
+from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.clustering.k_search import silhouette
-from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ranks
 
 
 class ByUpdates(Averaging):
@@ -165,6 +166,97 @@ class Routed(Averaging):
             for path in (path for path in state if path.startswith(f"experts/{other}/")):
                 parts.setdefault(path.split("/", 2)[2], []).append(state[path])
         return {key: torch.cat(factors, dim=int(key.endswith(LORA_B))) for key, factors in parts.items()}
+
+
+class Levels(ByUpdates):
+    """HiLoRA: an average of all, then those of clusters; at its end a level is frozen, and adapters begin again."""
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The average of the cluster of client k as the round begins."""
+        return Mean(within="clusters", clusters=tuple(labels_in(step.state, step.plan, None))).row(step, k, key)
+
+    def value(self, step: Step, k: int, key: str) -> Value:
+        """The average; zero of adapters that begin again."""
+        mean, size = self._mean(step, k, key)
+        begins_again = key.endswith((LORA_A, LORA_B)) and any(step.present) and self._ends(step)
+        return (np.zeros_like(mean) if begins_again else mean), size
+
+    def _mean(self, step: Step, k: int, key: str) -> Value:
+        shares = {one: share for one, share in enumerate(self.row(step, k, key)) if share}
+        return weighted(list(shares.values()), [step.value(step.trained, one, key) for one in shares])
+
+    def _ends(self, step: Step) -> bool:
+        settings = step.run.settings
+        last = settings.training.rounds - settings.mixing.personal_rounds
+        is_root = not any(path.startswith("levels/") for path in step.state)
+        return step.round >= (np.ceil(settings.server.root_share * last) if is_root else last)
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """The levels of the client's cluster."""
+        del plan
+        start = f"levels/{int(state.get('clusters/' + client, 0))}/"
+        return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
+
+    def state_fault(self, step: Step) -> tuple[str, float | None]:
+        """(the first entry that is not as computed again, the largest error of all)."""
+        return compare_values(self.expected(step), _with_dense_levels(step, step.told), "the server state")
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The bases of clients, or the clusters and their levels as dense updates."""
+        state, clients = _with_dense_levels(step, step.state), step.plan.clients
+        if step.is_undone or not any(step.present):
+            return state
+        has_levels = any(path.startswith("levels/") for path in state)
+        for k in step.there(range(step.num_clients)) if not has_levels else ():
+            decay = step.run.settings.server.basis_decay
+            for key in (key for key in step.trained[clients[k]] if key.endswith(LORA_B)):
+                b, path = step.value(step.trained, k, key), f"bases/{clients[k]}/{key}"
+                unit = b / (np.linalg.norm(b) or 1.0)
+                state[path] = decay * state.get(path, unit) + (1 - decay) * unit
+        if not self._ends(step):
+            return state
+        labels = labels_in(step.state, step.plan, None) if has_levels else _clusters_of_bases(clients, state)
+        new = {f"clusters/{client}": np.array(float(label)) for client, label in zip(clients, labels, strict=True)}
+        for k, client in enumerate(clients):
+            for module, rank in ((module, rank) for module, rank in ranks(step.before[client]).items() if rank):
+                left, values, right = decompose(self._mean(step, k, module + LORA_A)[0])
+                path = f"levels/{labels[k]}/{module}"
+                new[path] = state.get(path, 0.0) + (left[:, :rank] * values[:rank]) @ right[:rank]
+        return new
+
+
+def _with_dense_levels(step: Step, state: Flat) -> dict[str, np.ndarray]:
+    levels = {path: one for path, one in state.items() if path.startswith("levels/")}
+    return arrays({path: one for path, one in state.items() if path not in levels}) | dense_updates(step, levels)
+
+
+def _clusters_of_bases(clients: Sequence[str], state: Mapping[str, np.ndarray]) -> list[int]:
+    """HiLoRA's clusters by principal angles; who has no basis is alone."""
+    spans: dict[str, list[np.ndarray]] = {}
+    for path in sorted(path for path in state if path.startswith("bases/") and state[path].size):
+        spans.setdefault(path.split("/")[1], []).append(decompose(state[path])[0])
+    known = [client for client in clients if client in spans]
+    distances = np.zeros((len(known), len(known)))
+    for i, j in combinations(range(len(known)), 2):
+        pairs = zip(spans[known[i]], spans[known[j]], strict=True)
+        distances[i, j] = distances[j, i] = np.mean([1 - np.mean(decompose(q.T @ p)[1] ** 2) for q, p in pairs])
+    labels = dict(zip(known, _spectral(distances), strict=True))
+    return [labels.get(client, k + len(known)) for k, client in enumerate(clients)]
+
+
+def _spectral(distances: np.ndarray) -> list[int]:
+    """scikit-learn's spectral clusters, of the number with the largest eigengap."""
+    from sklearn.cluster import SpectralClustering
+
+    n = len(distances)
+    sigma = np.median([distances[pair] for pair in combinations(range(n), 2)]) if n > 2 else 0.0
+    if sigma <= 0:
+        return [0] * n
+    affinity = np.exp(-np.square(distances / sigma) / 2)
+    values = np.linalg.eigvalsh(laplacian(affinity, normed=True))
+    count = max(range(2, min(10, n - 1) + 1), key=lambda k: values[k] - values[k - 1])
+    by_pivots = SpectralClustering(count, affinity="precomputed", assign_labels="cluster_qr", random_state=0)
+    return [int(label) for label in by_pivots.fit_predict(affinity)]
 
 
 def _cuts(distances: Sequence[np.ndarray], *, step: int, threshold: float) -> list[list[int]]:

@@ -246,6 +246,7 @@ class LocalTrainer:
             self.scale,
             anchor=job.sent.get("anchor", {}),
             correction=job.sent.get("correction", {}),
+            frozen=self._frozen,
             mean=self._mean,
         )
 

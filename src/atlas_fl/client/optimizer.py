@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import Params
+from atlas_fl.params import LORA_B, Params
 from atlas_fl.sparse.masked_sgd import SparseSGDM, freeze
 from atlas_fl.sparse.masks import Mask
 
@@ -42,6 +42,14 @@ def fedprox(options: TrainOptions, anchor: Params) -> Term | None:
     """
     mu = options.proximal_mu
     return None if mu == 0 else lambda name, value: mu * (value - anchor[name])
+
+
+def apart_from(frozen: Params, *, weight: float) -> Term:
+    """HiLoRA: the gradient 2 gamma U U^T B of `gamma ||U^T B||_F^2`, U the columns of the frozen B at length 1."""
+    spans = {key: torch.nn.functional.normalize(b, dim=0) for key, b in frozen.items() if key.endswith(LORA_B)}
+    return lambda name, value: (
+        2 * weight * spans[name] @ (spans[name].T @ value) if name in spans else torch.zeros_like(value)
+    )
 
 
 TERMS: dict[str, TermOf] = {"fedprox": fedprox}
@@ -139,14 +147,18 @@ def gradient_chain(
     *,
     anchor: Params = MappingProxyType({}),
     correction: Params = MappingProxyType({}),
+    frozen: Params = MappingProxyType({}),
     mean: GradientMean | None = None,
 ) -> Transform:
     """unscale -> clip -> client terms, for a round that begins with the leaves as they are now.
 
-    `mean` is told the gradients behind clipping; the `correction` is added to them.
+    `mean` is told the gradients behind clipping; the `correction` is added to them. `frozen` is what stands beside the
+    leaves.
     """
     constants = {name: value.to(leaves[name]) for name, value in correction.items() if name in leaves}
     terms = client_terms(options, leaves, anchor)
+    if options.orthogonality and frozen:
+        terms.append(apart_from(frozen, weight=options.orthogonality))
 
     def transform(leaves: Params, norms: Tensor | None) -> bool:
         if norms is not None:

@@ -84,6 +84,8 @@ class TrainOptions:
     """Begin with the job's momentum, and hand back what there is at the end."""
     feature_alignment: float = 0.0
     """Weight of the pull to the job's centroids (`methods.fedpac`); 0 for none."""
+    orthogonality: float = 0.0
+    """Weight of the pull away from the directions of the frozen part (`methods.hilora`); 0 for none."""
     dp: Literal["none", "example"] = "none"
     """Unit of differential privacy (`client.privacy`)."""
     pays_halves: bool = False
