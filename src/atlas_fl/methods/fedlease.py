@@ -23,8 +23,8 @@ from atlas_fl.aggregation.matrices import Federation, cluster_labels, group_ids
 from atlas_fl.methods.averages import FedAvgCluster
 from atlas_fl.methods.cfl import CLUSTERS, clusters_by_client, clusters_in
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import Aggregated, StepInputs
-from atlas_fl.params import LORA_A, LORA_B, LORA_GATE, ByClient, Params, ServerState, lora_modules, subtree, tensors
+from atlas_fl.methods.method import Aggregated, StepInputs, tensors_of
+from atlas_fl.params import LORA_A, LORA_B, LORA_GATE, ByClient, Params, ServerState, lora_modules, subtree
 from atlas_fl.rng import torch_generator
 
 EXPERTS = "experts"
@@ -60,11 +60,11 @@ class FedAvgClusterRouted(FedAvgCluster, WithFrozenPart):
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """The experts of all other clusters, stacked in their order."""
-        experts, clusters = subtree(server_state, EXPERTS), tensors(subtree(server_state, CLUSTERS))
+        experts, clusters = subtree(server_state, EXPERTS), tensors_of(server_state, CLUSTERS)
         if not experts:
             return {}
         numbers = [k for k in range(len(experts)) if k != int(clusters[client])]
-        others = [tensors(subtree(experts, str(k))) for k in numbers]
+        others = [tensors_of(experts, str(k)) for k in numbers]
         return {key: torch.cat([one[key] for one in others], dim=int(key.endswith(LORA_B))) for key in others[0]}
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:

@@ -21,19 +21,8 @@ from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.methods.frozen_part import WithFrozenPart
-from atlas_fl.methods.method import Aggregated, StepInputs
-from atlas_fl.params import (
-    LORA_A,
-    LORA_B,
-    ByClient,
-    Params,
-    ServerState,
-    lora_modules,
-    params_by_client,
-    ranks,
-    subtree,
-    tensors,
-)
+from atlas_fl.methods.method import Aggregated, StepInputs, tensors_of
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, params_by_client, ranks
 from atlas_fl.rng import generator
 
 WHOLE, CHOSEN, DRAWS = "whole", "chosen", "draws"
@@ -87,7 +76,7 @@ class FedAvgByRankOne(WithFrozenPart):
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """The modules that this client does not train."""
-        whole, chosen = tensors(subtree(server_state, WHOLE)), params_by_client(server_state, CHOSEN)
+        whole, chosen = tensors_of(server_state, WHOLE), params_by_client(server_state, CHOSEN)
         others = {
             module: torch.tensor(sorted(set(range(rank)) - set(chosen[client][module].tolist())), dtype=torch.int64)
             for module, rank in ranks(whole).items()
@@ -109,7 +98,7 @@ class FedAvgByRankOne(WithFrozenPart):
 
     def _averages(self, state: ServerState, updates: ByClient, federation: Federation) -> dict[str, Tensor]:
         """All modules after the round."""
-        chosen, averages = params_by_client(state, CHOSEN), dict(tensors(subtree(state, WHOLE)))
+        chosen, averages = params_by_client(state, CHOSEN), tensors_of(state, WHOLE)
         for key, old in averages.items():
             module, is_b = key.removesuffix(LORA_A).removesuffix(LORA_B), key.endswith(LORA_B)
             rows = (old.T if is_b else old).double()

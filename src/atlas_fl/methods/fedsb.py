@@ -21,19 +21,8 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.core import FedAvgBetweenFactors
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Aggregated, Report, ReportTensor, RoundStart, StepInputs
-from atlas_fl.params import (
-    LORA_A,
-    LORA_B,
-    LORA_CORE,
-    ByClient,
-    Params,
-    ServerState,
-    lora_modules,
-    ranks,
-    subtree,
-    tensors,
-)
+from atlas_fl.methods.method import Aggregated, Report, ReportTensor, RoundStart, StepInputs, tensors_of
+from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, ByClient, Params, ServerState, lora_modules, ranks
 from atlas_fl.ranges import Range
 
 
@@ -87,7 +76,7 @@ class FedAvgOfCores(FedAvgBetweenFactors):
         first, models = next(iter(inputs.client_models.values())), done.client_models
         if any(bool(one.any()) for key, one in first.items() if key.endswith(LORA_CORE)):
             return done
-        for module, gradient in tensors(subtree(done.server_state, "gradient")).items():
+        for module, gradient in tensors_of(done.server_state, "gradient").items():
             rank = len(first[module + LORA_A])
             eta = self.first_step * self.options.lr / self.options.scale(rank)
             made = factors_of(module, gradient, rank, eta=eta)

@@ -16,21 +16,10 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.methods.averages import Averaging
-from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs
+from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs, tensors_of
 from atlas_fl.methods.second_model import SecondModel, stack
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
-from atlas_fl.params import (
-    LORA_A,
-    LORA_B,
-    LORA_GATE,
-    ByClient,
-    Params,
-    ServerState,
-    TreesByClient,
-    lora_modules,
-    subtree,
-    tensors,
-)
+from atlas_fl.params import LORA_A, LORA_B, LORA_GATE, ByClient, Params, ServerState, TreesByClient, lora_modules
 
 RESIDUAL, NEWEST = "residual", "newest"
 """Where the server state has what everyone holds frozen, and what of it the newest round has added."""
@@ -119,9 +108,9 @@ class WithFrozenPart(Averaging):
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
         del client
-        return tensors(subtree(server_state, RESIDUAL))
+        return tensors_of(server_state, RESIDUAL)
 
     def newest_part(self, server_state: ServerState, client: str = "") -> Params:
         """The part that the newest round has added, which is sent; all of it where every round freezes others."""
         has_sum = NEWEST in server_state
-        return tensors(subtree(server_state, NEWEST)) if has_sum else self.frozen_part(server_state, client)
+        return tensors_of(server_state, NEWEST) if has_sum else self.frozen_part(server_state, client)

@@ -36,10 +36,10 @@ from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.cfl import CLUSTERS, average_inside_state, clusters_by_client, clusters_in
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Aggregated, StepInputs
+from atlas_fl.methods.method import Aggregated, StepInputs, tensors_of
 from atlas_fl.methods.second_model import stack
 from atlas_fl.models.lora import init_adapters
-from atlas_fl.params import LORA_A, LORA_B, Params, ServerState, params_by_client, ranks, subtree, tensors
+from atlas_fl.params import LORA_A, LORA_B, Params, ServerState, params_by_client, ranks, subtree
 from atlas_fl.ranges import Range
 
 BASES, LEVELS = "bases", "levels"
@@ -88,7 +88,7 @@ class FedAvgInLevels(WithFrozenPart):
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """The levels that have ended, of this client's cluster."""
         levels = subtree(server_state, LEVELS)
-        return tensors(subtree(levels, str(int(tensors(subtree(server_state, CLUSTERS))[client])))) if levels else {}
+        return tensors_of(levels, str(int(tensors_of(server_state, CLUSTERS)[client]))) if levels else {}
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The averages; at the end of a level they are frozen, and adapters begin again."""
@@ -105,7 +105,7 @@ class FedAvgInLevels(WithFrozenPart):
         frozen = {}
         for client, cluster in zip(federation.clients, map(str, clusters.tolist()), strict=True):
             own = {key: t for key, t in models[client].items() if key.endswith((LORA_A, LORA_B)) and t.numel()}
-            before = tensors(subtree(levels, cluster))
+            before = tensors_of(levels, cluster)
             frozen[cluster] = stack(own, before, weights=(1.0, 1.0), scale=self.options.scale)
         dims = {module: (own[module + LORA_A].shape[1], len(own[module + LORA_B])) for module in ranks(own)}
         fresh = init_adapters(dims, ranks(own), seed=self.options.seed)

@@ -25,8 +25,8 @@ from atlas_fl.aggregation.matrices import Rows
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Choice, Losses, Method, RoundStart
-from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
+from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, tensors_of
+from atlas_fl.params import HEAD, ByClient, Params, ServerState
 from atlas_fl.ranges import Range
 from atlas_fl.rng import generator
 
@@ -58,7 +58,7 @@ class Ifca(Method):
         if CLUSTERS not in round.server_state:
             drawn = draw_clusters(list(round.tasks), count=self.ifca_clusters, seed=self.options.seed)
             return Choice(server_state=_state_of(drawn, {}))
-        own = {name: int(label) for name, label in tensors(subtree(round.server_state, CLUSTERS)).items()}
+        own = {name: int(label) for name, label in tensors_of(round.server_state, CLUSTERS).items()}
         candidates = {
             label: {name: _cluster_model(label, name, round.client_models, own, round.tasks) for name in round.clients}
             for label in sorted(set(own.values()))

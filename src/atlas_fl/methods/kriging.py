@@ -59,7 +59,7 @@ from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Vector, choose_rows, identity
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_PREDICTED, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.method import Report, ReportTensor, RoundStart
+from atlas_fl.methods.method import Report, ReportTensor, RoundStart, tensors_of
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
 from atlas_fl.params import (
     ByClient,
@@ -68,7 +68,6 @@ from atlas_fl.params import (
     flatten_by_client,
     shared_params,
     subtree,
-    tensors,
     unflatten_by_client,
 )
 from atlas_fl.ranges import Range
@@ -324,7 +323,7 @@ class FromHalves(FromStart):
         """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
         initial, reports = initial_models_of(state), subtree(state, HALVES)
         places = [(half, name) for half in ("first", "second") for name in names]
-        after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
+        after = {f"{half}/{name}": tensors_of(subtree(reports, name), half) for half, name in places}
         before = {f"{half}/{name}": initial[name] for half, name in places}
         return self._gram(after, before, federation, group)
 
@@ -429,7 +428,7 @@ class Kriging(FromHalves):
         positions = {name: k for k, name in enumerate(federation.clients)}
         groups: dict[tuple[rules.ParameterGroup, str], dict[str, str]] = {}
         for name in reports:
-            model = tensors(subtree(subtree(reports, name), "first"))
+            model = tensors_of(subtree(reports, name), "first")
             for key in sorted(shared_params(model, self.options.share)):
                 group = self.group_of(key, federation)
                 task = federation.head_groups[positions[name]] if group.is_head else ""

@@ -27,11 +27,16 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation, Rows, choose_rows, identity
 from atlas_fl.aggregation.secure_mean import SumGroup, sum_groups
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params, subtree, tensors
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
 """From candidate models by number and client to each client's finite validation losses by number; clients that did not
 answer for all are left out."""
+
+
+def tensors_of(state: ServerState, name: str) -> dict[str, Tensor]:
+    """The tensors of the mapping of this name in a server state; empty where there is none."""
+    return tensors(subtree(state, name))
 
 
 @dataclass(frozen=True, kw_only=True)
