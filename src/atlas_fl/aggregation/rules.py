@@ -99,6 +99,11 @@ class MixingContext:
     models: RoundModels | None = None
     """The models of the round; None before there are updates."""
 
+    @property
+    def server_state(self) -> ServerState:
+        """State of the method; empty before there are updates."""
+        return {} if self.models is None else self.models.server_state
+
     def of(self, places: np.ndarray) -> "MixingContext":
         """The input of the rule for the clients at these places alone."""
         whole = self.federation

@@ -53,10 +53,12 @@ def average_inside(clusters: Groups, step: MixingContext, options: StrategyOptio
     return weighted_average(options, replace(step, groups=groups))
 
 
-def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray | Rows:
-    """The rows of averages inside the clusters of the server state, and the step's groups."""
-    state: ServerState = {} if step.models is None else step.models.server_state
-    return average_inside(clusters_in(subtree(state, CLUSTERS), step.federation), step, options)
+class AveragingInState(Method):
+    """A method that averages inside the clusters of its server state."""
+
+    def rule(self, step: MixingContext) -> np.ndarray | Rows:
+        """The shares of the examples inside the clusters of the state, and the step's groups."""
+        return average_inside(clusters_in(subtree(step.server_state, CLUSTERS), step.federation), step, self.options)
 
 
 def bipartition(similarities: Square) -> Chosen:
@@ -80,7 +82,7 @@ def pull_apart(gram: Square, shares: Vector, *, eps_1: float, eps_2: float) -> b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cfl(Method):
+class Cfl(AveragingInState):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-norm`)."""
 
     bipartition_norm: Annotated[float, Range(above=0), Tried("cfl", values=(1.6, 8.0, 12.0, 4.0))] = 1.6
@@ -93,10 +95,6 @@ class Cfl(Method):
     name = "cfl"
     differs = "whole models; a cluster is cut in a round of all of its clients alone"
     takes_newcomers = False
-
-    def rule(self, step: MixingContext) -> np.ndarray | Rows:
-        """The shares of the examples inside the clusters of the state."""
-        return average_inside_state(step, self.options)
 
     def next_state(self, inputs: StepInputs) -> ServerState:
         """The clusters, cut by these updates."""

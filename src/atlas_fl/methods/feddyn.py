@@ -23,7 +23,7 @@ from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
 from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
 
 CHANGES = "changes"
-"""Where the server state has the e_k, by client and parameter."""
+"""Where the server state has the e_k, by client and parameter, float32; absent before round one."""
 
 
 class FedAvgDynamic(AveragingFactors):
@@ -43,7 +43,7 @@ class FedAvgDynamic(AveragingFactors):
         options, federation, updates = self.options, inputs.federation, inputs.updates
         held = inputs.client_models
         whole = {one.name: one for one in cohorts(federation, [True] * len(federation.clients), options)}
-        changes = {client: dict(params) for client, params in changes_of(done.server_state).items()}
+        changes = {client: dict(params) for client, params in params_by_client(done.server_state, CHANGES).items()}
         models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
         for cohort in cohorts(federation, inputs.present, options):
             clients = [federation.clients[k] for k in cohort.members]
@@ -70,12 +70,7 @@ def _mean_change(changes: ByClient, key: str, cohort: Cohort, federation: Federa
     return total
 
 
-def changes_of(server_state: ServerState) -> dict[str, Params]:
-    """e_k by client and parameter, float32; empty before round one."""
-    return params_by_client(server_state, CHANGES)
-
-
 def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, alpha: float) -> dict[str, Params]:
     """alpha e_k of these clients, float32: what is added to each one's gradients besides the proximal term."""
-    changes = changes_of(server_state)
+    changes = params_by_client(server_state, CHANGES)
     return {client: {key: alpha * e for key, e in changes[client].items()} for client in clients if client in changes}

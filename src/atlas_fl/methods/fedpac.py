@@ -114,7 +114,7 @@ class ClassifierCollaboration(Averaging):
             return {}
         # by task, each client by its examples of the class; zeros for a class without examples, and `seen` tells them
         sums: dict[str, tuple[Tensor, Tensor]] = {}
-        for client, report in sorted(reports_of(round.server_state).items()):
+        for client, report in sorted(params_by_client(round.server_state, FEATURES).items()):
             counts, task = report["counts"].double(), round.tasks[client]
             total, of_class = sums.get(task, (torch.zeros(()), torch.zeros(())))
             sums[task] = total + counts[:, None] * report["means"].double(), of_class + counts
@@ -169,7 +169,7 @@ class ClassifierCollaboration(Averaging):
 
     def rule(self, step: MixingContext) -> np.ndarray | Rows:
         """The shares of the examples; of last layers of heads the weights m_k."""
-        reports = {} if step.models is None else reports_of(step.models.server_state)
+        reports = params_by_client(step.server_state, FEATURES)
         if not step.parameters.is_last_layer or not reports:
             return self.arrival(step)
         matrix, names = np.eye(len(step.present)), step.federation.clients
@@ -178,11 +178,6 @@ class ClassifierCollaboration(Averaging):
                 shares = np.asarray(step.federation.weights, np.float64)[inside]
                 matrix[np.ix_(inside, inside)] = combination_rows([reports[names[k]] for k in inside], shares)
         return matrix
-
-
-def reports_of(state: ServerState) -> dict[str, Params]:
-    """Reports of the clients of the last aggregation; empty before the first."""
-    return params_by_client(state, FEATURES)
 
 
 def feature_width(params: Params) -> int:

@@ -84,7 +84,7 @@ class FedTreeLora(Method):
 
     def rule(self, step: rules.MixingContext) -> np.ndarray | Rows:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
-        cuts = {} if step.models is None else subtree(step.models.server_state, CUTS)
+        cuts = subtree(step.server_state, CUTS)
         if not cuts:
             return rules.weighted_average(self.options, step)
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer

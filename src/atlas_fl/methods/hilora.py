@@ -31,9 +31,8 @@ import numpy as np
 import torch
 from scipy.linalg import qr
 
-from atlas_fl.aggregation.matrices import Federation, Groups, Rows, Square
-from atlas_fl.aggregation.rules import MixingContext
-from atlas_fl.methods.cfl import CLUSTERS, average_inside_state, clusters_by_client, clusters_in
+from atlas_fl.aggregation.matrices import Federation, Groups, Square
+from atlas_fl.methods.cfl import CLUSTERS, AveragingInState, clusters_by_client, clusters_in
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, StepInputs, tensors_of
@@ -65,7 +64,7 @@ def spectral_clusters(distances: Square) -> Groups:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgInLevels(WithFrozenPart):
+class FedAvgInLevels(AveragingInState, WithFrozenPart):
     """HiLoRA: averages of all, then of clusters beside the frozen one, from which personal rounds go on."""
 
     root_share: Annotated[float, Range(above=0, below=1), Tried("hilora", values=(0.5, 0.25, 0.75))] = 0.5
@@ -80,10 +79,6 @@ class FedAvgInLevels(WithFrozenPart):
     equal_ranks = True
     in_factors = False
     fixed: ClassVar = {"space": "product", "within": "all"}
-
-    def rule(self, step: MixingContext) -> np.ndarray | Rows:
-        """The shares of the examples, inside the clusters once there are any."""
-        return average_inside_state(step, self.options)
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
         """The levels that have ended, of this client's cluster."""

@@ -18,14 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
 import torch
 
-from atlas_fl.aggregation.matrices import Rows
-from atlas_fl.aggregation.rules import MixingContext
-from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
+from atlas_fl.methods.cfl import CLUSTERS, AveragingInState
 from atlas_fl.methods.knobs import Tried
-from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, tensors_of
+from atlas_fl.methods.method import Choice, Losses, RoundStart, tensors_of
 from atlas_fl.params import HEAD, ByClient, Params, ServerState
 from atlas_fl.ranges import Range
 from atlas_fl.rng import generator
@@ -35,7 +32,7 @@ LOSSES = "losses"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ifca(Method):
+class Ifca(AveragingInState):
     """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
 
     ifca_clusters: Annotated[int, Range(least=1), Tried("ifca", values=(3, 2, 4, 5))] = 3
@@ -46,10 +43,6 @@ class Ifca(Method):
     needs = "equal ranks"
     extra_passes = "passes over the validation examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
-
-    def rule(self, step: MixingContext) -> np.ndarray | Rows:
-        """The shares of the examples inside the clusters of the state."""
-        return average_inside_state(step, self.options)
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
         """The cluster of the least loss of every client of the round, and its model; at first clusters by the seed."""

@@ -60,12 +60,13 @@ from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Ve
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_PREDICTED, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart, tensors_of
-from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
+from atlas_fl.methods.pfedgraph import INITIAL, FromStart
 from atlas_fl.params import (
     ByClient,
     Params,
     ServerState,
     flatten_by_client,
+    params_by_client,
     shared_params,
     subtree,
     unflatten_by_client,
@@ -273,25 +274,24 @@ class FromHalves(FromStart):
 
     def rule(self, step: rules.MixingContext) -> Square | Rows:
         """The rows of those who are measured, averages for others; who is measured and absent keeps its model."""
-        state: ServerState = {} if step.models is None else step.models.server_state
-        reports = subtree(state, HALVES)
+        reports = subtree(step.server_state, HALVES)
         is_measured = np.array([name in reports for name in step.federation.clients], bool)
         if len(is_measured) <= MOST_PREDICTED:
-            return self._rows_together(step, state, is_measured)
+            return self._rows_together(step, is_measured)
         there, n, clusters = step.present & is_measured, len(is_measured), step.federation.clusters
         blocks = blocks_of(np.where(there, np.maximum(clusters, -1) + 1, -1))
-        rows = [self._rows_together(step.of(places), state, is_measured[places]) for places in blocks]
+        rows = [self._rows_together(step.of(places), is_measured[places]) for places in blocks]
         predicted = Rows(distinct=from_blocks(blocks, rows, n), of=np.arange(n))
         others = self._unmeasured_rows(step, is_measured) if n <= MOST_EXACT else self.arrival(step)
         matrix = choose_rows(there, predicted, others)
         return choose_rows(is_measured & ~there, identity(n), matrix)
 
-    def _rows_together(self, step: rules.MixingContext, state: ServerState, is_measured: np.ndarray) -> Square:
+    def _rows_together(self, step: rules.MixingContext, is_measured: np.ndarray) -> Square:
         """The same from the halves of all, in one block."""
         matrix = self._unmeasured_rows(step, is_measured)
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured)
-            matrix[known] = self._measured_rows(step, state, matrix, known)[known]
+            matrix[known] = self._measured_rows(step, matrix, known)[known]
         keeps = ~step.present & is_measured
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
@@ -305,14 +305,12 @@ class FromHalves(FromStart):
         del is_measured
         return np.asarray(self.arrival(step))
 
-    def _measured_rows(
-        self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
-    ) -> np.ndarray:
+    def _measured_rows(self, step: rules.MixingContext, matrix: np.ndarray, known: np.ndarray) -> np.ndarray:
         """The matrix with the rows of the measured clients of one group, by their places."""
         result, there = matrix.copy(), known[step.present[known]]
         if len(there):
             names = [step.federation.clients[k] for k in there.tolist()]
-            gram = self._half_gram(state, names, step.federation, step.parameters)
+            gram = self._half_gram(step.server_state, names, step.federation, step.parameters)
             result[there] = 0.0
             result[np.ix_(there, there)] = self.predict_rows(gram, step.federation.weights[there])
         return result
@@ -321,7 +319,7 @@ class FromHalves(FromStart):
         self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup
     ) -> HalfGram:
         """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
-        initial, reports = initial_models_of(state), subtree(state, HALVES)
+        initial, reports = params_by_client(state, INITIAL), subtree(state, HALVES)
         places = [(half, name) for half in ("first", "second") for name in names]
         after = {f"{half}/{name}": tensors_of(subtree(reports, name), half) for half, name in places}
         before = {f"{half}/{name}": initial[name] for half, name in places}
@@ -364,12 +362,10 @@ class Kriging(FromHalves):
             matrix = np.where(is_measured[:, None], matrix, predicted)
         return matrix
 
-    def _measured_rows(
-        self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
-    ) -> np.ndarray:
+    def _measured_rows(self, step: rules.MixingContext, matrix: np.ndarray, known: np.ndarray) -> np.ndarray:
         """The matrix with the rows of the measured clients of one group, by their places."""
         names = [step.federation.clients[k] for k in known.tolist()]
-        gram = self._half_gram(state, names, step.federation, step.parameters)
+        gram = self._half_gram(step.server_state, names, step.federation, step.parameters)
         result = matrix.copy()
         if self._is_alike(gram, step.parameters):
             result[known] = np.asarray(rules.weighted_average(self.options, step))[known]
@@ -389,7 +385,7 @@ class Kriging(FromHalves):
     def _predict_clusters(self, step: rules.MixingContext, models: rules.RoundModels, matrix: Square) -> Square:
         """The matrix with the rows of clusters for the averages of those who share one and took part."""
         result, names = matrix.copy(), step.federation.clients
-        before = initial_models_of(models.server_state)
+        before = params_by_client(models.server_state, INITIAL)
         is_in = step.present & shares_cluster(step.federation.clusters)
         for label in set(step.groups.tolist()):
             places = np.flatnonzero((step.groups == label) & is_in)

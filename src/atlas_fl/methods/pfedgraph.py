@@ -21,7 +21,7 @@ from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, Rows, Vector
 from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import Method
-from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
+from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params, subtree
 from atlas_fl.ranges import Range
 
 INITIAL = "initial"
@@ -34,11 +34,6 @@ def project_onto_simplex(point: Vector) -> Vector:
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(point) + 1)
     inside = np.maximum(point - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
     return np.asarray(inside / inside.sum())
-
-
-def initial_models_of(state: ServerState) -> ByClient:
-    """The models that the clients began with, by client."""
-    return params_by_client(state, INITIAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,7 @@ class FromStart(Method):
 
     def extend_state(self, server_state: ServerState, newcomers: ByClient) -> ServerState:
         """The same with those of newcomers."""
-        models = {client: shared_params(params, self.options.share) for client, params in newcomers.items()}
-        return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
+        return {**server_state, INITIAL: {**subtree(server_state, INITIAL), **subtree(self.init(newcomers), INITIAL)}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +81,9 @@ class PFedGraph(FromStart):
         groups = rules.groups_within(step, self.options.within)
         if step.models is None:
             return matrix
-
-        def is_in_group(key: str) -> bool:
-            return self.group_of(key, step.federation) == step.parameters
-
-        initial, after = initial_models_of(step.models.server_state), step.models.after
-        selects = None if self.gram_by == "all" else is_in_group  # else heads and the rest are compared apart
+        initial, after = params_by_client(step.server_state, INITIAL), step.models.after
+        # heads and the rest are compared apart unless all is
+        selects = None if self.gram_by == "all" else lambda key: self.group_of(key, step.federation) == step.parameters
         for inside in rules.present_by_group(groups, step.present):
             if len(inside) > 1:
                 tasks = {step.federation.clients[k]: step.federation.head_groups[k] for k in inside}
