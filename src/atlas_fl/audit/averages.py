@@ -130,15 +130,20 @@ class Mean(Formula):
     clusters: tuple[int, ...] | None = None
     """Cluster of each client; None for those of the plan."""
 
-    def members(self, step: Step, k: int, key: str) -> list[int]:
-        """Clients whose values are averaged for client k."""
+    def cohort(self, step: Step, k: int, key: str) -> list[int]:
+        """Clients that have one model, or head, with client k, itself included."""
         within = step.run.settings.robust.within if self.within == "settings" else self.within
         clusters = step.plan.clusters if self.clusters is None else self.clusters
-        return [
-            one
-            for one in step.there(step.mates(k, key))
-            if within == "all" or one == k or 0 <= clusters[k] == clusters[one]
-        ]
+        return [one for one in step.mates(k, key) if within == "all" or one == k or 0 <= clusters[k] == clusters[one]]
+
+    def members(self, step: Step, k: int, key: str) -> list[int]:
+        """Clients whose values are averaged for client k."""
+        return step.there(self.cohort(step, k, key))
+
+    def stepping(self, step: Step, k: int, key: str) -> list[int]:
+        """The same of a server step, which a client that is alone does not have."""
+        cohort = self.cohort(step, k, key)
+        return step.there(cohort) if len(cohort) > 1 else []
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The shares of the members; its own where there are none."""

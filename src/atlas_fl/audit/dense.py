@@ -4,6 +4,7 @@ In product space the update s B A of a module is one value, which stands at its 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import scipy.linalg
@@ -14,6 +15,7 @@ from torch import Tensor
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 
+T = TypeVar("T")
 TOLERANCE = 1e-4
 """Largest relative error: float32 factors of a float64 truth."""
 
@@ -43,6 +45,11 @@ def numbers(tensor: Tensor) -> np.ndarray:
 def arrays(state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """The values of several tensors, float64."""
     return {path: numbers(tensor) for path, tensor in state.items()}
+
+
+def below(state: Mapping[str, T], start: str) -> dict[str, T]:
+    """The entries of a state whose paths begin so, by the rest of their paths."""
+    return {path.removeprefix(start): entry for path, entry in state.items() if path.startswith(start)}
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Averaging, Mean
-from atlas_fl.audit.dense import arrays, cosines, is_mixed, numbers, smallest_without_signs
+from atlas_fl.audit.dense import arrays, below, cosines, is_mixed, numbers, smallest_without_signs
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, compare_values
 from atlas_fl.params import HEAD
@@ -49,14 +49,13 @@ def first_models(step: Step, models: Models) -> Models:
 
     What it lacks counts as zero: the row of the state itself has failed then.
     """
-
-    def of_state() -> Models:
-        return {
+    return step.once(
+        ("first", id(models)),
+        lambda: {
             client: {key: step.state.get(f"initial/{client}/{key}", tensor * 0) for key, tensor in params.items()}
             for client, params in models.items()
-        }
-
-    return step.once(("first", id(models)), of_state)
+        },
+    )
 
 
 def shares_matrix(step: Step, key: str) -> Callable[[str], bool]:
@@ -132,12 +131,9 @@ class FromHalves(Since):
             return MEAN.row(step, k, key)
         if self._is_averaged(step, reports, keys, key, k=k):
             return CLUSTER_MEAN.row(step, k, key)
-        rows = step.once(("predicted", tuple(members), keys), lambda: self._predict(step, reports, members, keys))
+        halves = (_vectors(step, members, reports[half], keys) for half in HALVES)
+        rows = step.once(("predicted", tuple(members), keys), lambda: self.predict(step, members, *halves))
         return step.row(dict(zip(members, rows[members.index(k)], strict=True)))
-
-    def _predict(self, step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
-        first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
-        return self.predict(step, members, first, second)
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The average of a client that nothing is known of: that of its cluster, where it has one."""
@@ -229,10 +225,9 @@ def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[f
 def read_halves(state: Flat) -> Halves:
     """Both halves of every client that has reported, from a server state by path."""
     reports: Halves = {half: {} for half in HALVES}
-    for path, tensor in state.items():
-        if path.startswith("halves/"):
-            _, client, half, key = path.split("/", 3)
-            reports[half].setdefault(client, {})[key] = tensor
+    for path, tensor in below(state, "halves/").items():
+        client, half, key = path.split("/", 2)
+        reports[half].setdefault(client, {})[key] = tensor
     return reports
 
 

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.audit.averages import Averaging, Mean, alike
-from atlas_fl.audit.dense import arrays, decompose, is_compared, is_mixed, numbers, update
+from atlas_fl.audit.averages import MEAN, Averaging, Mean, alike
+from atlas_fl.audit.dense import arrays, below, decompose, is_compared, is_mixed, numbers, update
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
@@ -58,13 +58,6 @@ def value_key(step: Step, key: str) -> str:
     return key.removesuffix(LORA_B) + LORA_A if step.run.mixing.space == "product" and key.endswith(LORA_B) else key
 
 
-def present_of_cohort(step: Step, k: int, key: str) -> list[int]:
-    """Clients whose update counts of those that have one model, or head, with client k; none where it is alone."""
-    clusters, within = step.plan.clusters, step.run.settings.robust.within
-    cohort = [one for one in step.mates(k, key) if within == "all" or one == k or 0 <= clusters[k] == clusters[one]]
-    return step.there(cohort) if len(cohort) > 1 else []
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer(Averaging):
     """The step of a server optimizer from the average of a cohort."""
@@ -91,7 +84,7 @@ class ServerOptimizer(Averaging):
         return state
 
     def _moved(self, step: Step, k: int, key: str) -> Moved | None:
-        key, there = value_key(step, key), present_of_cohort(step, k, key)
+        key, there = value_key(step, key), self.average.stepping(step, k, key)
         if not there:
             return None
         parts = [] if step.run.settings.robust.within == "all" else [f"cluster-{step.plan.clusters[k]}"]
@@ -138,7 +131,7 @@ class OfCohort(Averaging):
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of client k, in product space that of a module; None where it has no server step."""
-        key, there = value_key(step, key), present_of_cohort(step, k, key)
+        key, there = value_key(step, key), self.average.stepping(step, k, key)
         return step.once(("next", tuple(there), key), lambda: self.next_value(step, there, key)) if there else None
 
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
@@ -146,10 +139,14 @@ class OfCohort(Averaging):
         return mean_of(step, step.trained, there, key)
 
 
+class OfAll(OfCohort):
+    """The same of all clients, and of heads those of a task, whatever `--within` says."""
+
+    average = MEAN
+
+
 class Buffer(Averaging):
     """FedBuff: x of all, or of a task's heads, moved by changes over the root of one and the steps since they began."""
-
-    average = Mean(within="all")
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The newest x of a client that took part; None for the others."""
@@ -260,15 +257,15 @@ class RankPartitions(OfCohort):
         return total, size + float(np.linalg.norm(total))
 
 
-class Dynamic(Averaging):
+class Dynamic(OfAll):
     """FedDyn: the average of what was trained, and the mean of all clients' sums of changes."""
 
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The next value of this tensor of client k; None where it has no server step."""
-        members = tuple(step.mates(k, key))
-        if not _steps(step, members, key):
-            return None
-        return step.once(("value", members, key), lambda: self._value(step, members, key))
+    def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
+        """The average of those who took part, and the mean of all."""
+        members = step.mates(there[0], key)
+        values = [step.value(step.trained, one, key) for one in there]
+        sums = [self._sum(step, one, key) for one in members]
+        return weighted([*step.shares(there), *step.shares(members)], [*values, *sums])
 
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The sums of changes after the step."""
@@ -276,20 +273,14 @@ class Dynamic(Averaging):
         for k in step.there(range(step.num_clients)):
             client = step.plan.clients[k]
             for key, tensor in step.before[client].items():
-                if tensor.numel() and _steps(step, step.mates(k, key), key):
+                if tensor.numel() and is_mixed(key, step.run.mixing.share) and self.average.stepping(step, k, key):
                     state[f"changes/{client}/{key}"] = self._sum(step, k, key)
         return state
 
     def correction(self, run: Run, client: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Alpha times the sum of the client's changes, of every tensor that it has one of."""
-        start, alpha = f"changes/{client}/", run.settings.training.proximal_mu
-        return {path.removeprefix(start): alpha * total for path, total in state.items() if path.startswith(start)}
-
-    def _value(self, step: Step, members: Sequence[int], key: str) -> Value:
-        there = step.there(members)
-        values = [step.value(step.trained, one, key) for one in there]
-        sums = [self._sum(step, one, key) for one in members]
-        return weighted([*step.shares(there), *step.shares(members)], [*values, *sums])
+        alpha = run.settings.training.proximal_mu
+        return {key: alpha * total for key, total in below(state, f"changes/{client}/").items()}
 
     def _sum(self, step: Step, k: int, key: str) -> np.ndarray:
         """Sum of client k's changes of this tensor over all rounds; zeros where it took part in none."""
@@ -299,7 +290,7 @@ class Dynamic(Averaging):
         return total + last - first if step.present[k] else total
 
 
-class Rotated(OfCohort):
+class Rotated(OfAll):
     """FedRot-LoRA: the average of factors, each rotated towards those that its client was sent."""
 
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
@@ -327,7 +318,7 @@ def _rotation(matrix: np.ndarray) -> np.ndarray:
     return np.asarray((left * np.sign(signs)) @ right)
 
 
-class Orthonormal(OfCohort):
+class Orthonormal(OfAll):
     """FedSVD: the average of A and B, and of full rank the singular vectors of its product."""
 
     def next_value(self, step: Step, there: Sequence[int], key: str) -> Value:
@@ -335,7 +326,7 @@ class Orthonormal(OfCohort):
         if key.startswith(HEAD):
             return super().next_value(step, there, key)
         module = key.removesuffix(LORA_A).removesuffix(LORA_B)
-        (a, size_a), (b, size_b) = (OfCohort.next_value(self, step, there, module + end) for end in (LORA_A, LORA_B))
+        (a, size_a), (b, size_b) = (mean_of(step, step.trained, there, module + end) for end in (LORA_A, LORA_B))
         left, sizes, right = decompose(b @ a)
         rank = len(a)
         if rank <= len(sizes) and sizes[rank - 1] > 1e-6 * sizes[0]:
@@ -346,12 +337,8 @@ class Orthonormal(OfCohort):
         return factor, size + float(np.linalg.norm(factor))
 
 
-def _steps(step: Step, members: Sequence[int], key: str) -> bool:
-    return is_mixed(key, step.run.mixing.share) and len(members) > 1 and bool(step.there(members))
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExactAverage(Averaging):
+class ExactAverage(OfAll):
     """FLoRA, FedEx-LoRA or FedMomentum: adapters, and a frozen part that holds what they lack of the average."""
 
     kind: str
@@ -359,21 +346,18 @@ class ExactAverage(Averaging):
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
-        members = step.mates(k, key)
-        if not _steps(step, members, key):
+        if self.kind != "stacked" or not key.endswith((LORA_A, LORA_B)):
+            return super().value(step, k, key)
+        if not self.average.stepping(step, k, key):
             return None
-        if self.kind == "stacked" and key.endswith((LORA_A, LORA_B)):
-            sent, trained = (step.value(models, k, key) for models in (step.before, step.trained))
-            next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
-            return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
-        return mean_of(step, step.trained, step.there(members), key)
+        sent, trained = (step.value(models, k, key) for models in (step.before, step.trained))
+        next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
+        return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
         del plan, client
-        return {
-            path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
-        }
+        return below(state, "residual/")
 
     def state_fault(self, step: Step) -> tuple[str, float | None]:
         """(the first module whose frozen part is not as computed again, the largest error of all)."""
@@ -405,7 +389,7 @@ class ExactAverage(Averaging):
         return total, max(float(np.abs(product).max(initial=0.0)) for product in products)
 
 
-class Directions(Averaging):
+class Directions(OfAll):
     """ILoRA: of the average of the products the orthonormal directions of its first columns, as many as the rank."""
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
@@ -421,18 +405,14 @@ class Directions(Averaging):
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Minus the update that the client began with."""
         del plan
-        start = f"start/{client}/"
-        own = {path.removeprefix(start): one for path, one in state.items() if path.startswith(start)}
+        own = below(state, f"start/{client}/")
         return {key: torch.neg(one) if key.endswith(LORA_B) else one for key, one in own.items()}
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The directions, or what the average has along them; the mean of heads."""
-        members = step.mates(k, key)
-        if not _steps(step, members, key):
-            return None
-        there = step.there(members)
-        if not key.endswith((LORA_A, LORA_B)):
-            return mean_of(step, step.trained, there, key)
+        there = self.average.stepping(step, k, key)
+        if not there or not key.endswith((LORA_A, LORA_B)):
+            return super().value(step, k, key)
         module, params = key.rpartition(".")[0], step.trained[step.plan.clients[k]]
         models = [step.trained[step.plan.clients[one]] for one in there]
         total, size = weighted(step.shares(there), [update(step.plan, one, module) for one in models])
@@ -530,10 +510,9 @@ class ByRankOne(Averaging):
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The modules that the client does not train, as an adapter of their number."""
         part: dict[str, Tensor] = {}
-        for path in (path for path in state if path.startswith(f"chosen/{client}/")):
-            module = path.removeprefix(f"chosen/{client}/")
+        for module, places in below(state, f"chosen/{client}/").items():
             a, b = (state[f"whole/{module}{end}"] for end in (LORA_A, LORA_B))
-            others = [j for j in range(len(a)) if j not in state[path].tolist()]
+            others = [j for j in range(len(a)) if j not in places.tolist()]
             if others:
                 part[module + LORA_A] = a[others]
                 part[module + LORA_B] = plan.scale(len(a)) / plan.scale(len(others)) * b[:, others]

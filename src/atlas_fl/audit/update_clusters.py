@@ -14,9 +14,9 @@ from scipy.sparse.csgraph import laplacian
 from torch import Tensor
 
 from atlas_fl.audit.averages import CLUSTER_MEAN, Averaging, Mean
-from atlas_fl.audit.dense import arrays, cosines, decompose, same_tensors
+from atlas_fl.audit.dense import arrays, below, cosines, decompose, same_tensors
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
-from atlas_fl.audit.server_steps import dense_updates, weighted
+from atlas_fl.audit.server_steps import dense_updates, mean_of, weighted
 from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.clustering.k_search import silhouette
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ranks
@@ -121,15 +121,13 @@ class TreeWithOutside(Tree):
                 labels = labels_in(state, step.plan, step.plan.layer(key))
                 others = [one for one in step.there(range(step.num_clients)) if labels[one] != labels[k]]
                 if others:
-                    values = [step.value(step.trained, one, key) for one in others]
-                    result[f"outside/{client}/{key}"] = weighted(step.shares(others), values)[0]
+                    result[f"outside/{client}/{key}"] = mean_of(step, step.trained, others, key)[0]
         return result
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The adapter of everybody outside."""
         del plan
-        start = f"outside/{client}/"
-        return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
+        return below(state, f"outside/{client}/")
 
 
 class Routed(Averaging):
@@ -156,15 +154,15 @@ class Routed(Averaging):
             there = [one for one, weight in enumerate(self.row(step, k, LORA_A)) if weight]
             for key in (key for key in step.before[step.plan.clients[k]] if key.endswith((LORA_A, LORA_B))):
                 path = f"experts/{int(state['clusters/' + step.plan.clients[k]])}/{key}"
-                state[path] = weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])[0]
+                state[path] = mean_of(step, step.trained, there, key)[0]
         return state
 
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The experts of all other clusters, side by side."""
         own, parts = int(state.get(f"clusters/{client}", 0)), dict[str, list[Tensor]]()
         for other in (other for other in range(len(plan.clients)) if other != own):
-            for path in (path for path in state if path.startswith(f"experts/{other}/")):
-                parts.setdefault(path.split("/", 2)[2], []).append(state[path])
+            for key, factor in below(state, f"experts/{other}/").items():
+                parts.setdefault(key, []).append(factor)
         return {key: torch.cat(factors, dim=int(key.endswith(LORA_B))) for key, factors in parts.items()}
 
 
@@ -194,8 +192,7 @@ class Levels(ByUpdates):
     def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The levels of the client's cluster."""
         del plan
-        start = f"levels/{int(state.get('clusters/' + client, 0))}/"
-        return {path.removeprefix(start): tensor for path, tensor in state.items() if path.startswith(start)}
+        return below(state, f"levels/{int(state.get('clusters/' + client, 0))}/")
 
     def state_fault(self, step: Step) -> tuple[str, float | None]:
         """(the first entry that is not as computed again, the largest error of all)."""
@@ -299,16 +296,11 @@ class Choice(ByUpdates):
         """
         recorded = arrays(step.told)
         expected = dict(recorded)
-        for path in [path for path in recorded if path.startswith("clusters/")]:
-            start = f"losses/{path.removeprefix('clusters/')}/"
-            losses = {
-                int(other.removeprefix(start)): float(loss)
-                for other, loss in recorded.items()
-                if other.startswith(start)
-            }
-            own = int(step.state.get(path, recorded[path]))
+        for client, cluster in below(recorded, "clusters/").items():
+            losses = {int(label): float(loss) for label, loss in below(recorded, f"losses/{client}/").items()}
+            own = int(step.state.get(f"clusters/{client}", cluster))
             least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())] or [own]
-            expected[path] = np.array(float(own if own in least else least[0]))
+            expected[f"clusters/{client}"] = np.array(float(own if own in least else least[0]))
         return expected
 
     def begun_faults(
