@@ -42,7 +42,10 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
         """The drawn models with R = 0, so that the weights are the frozen ones."""
         del federation
-        return {name: {**params, **_no_blocks(params)} for name, params in client_models.items()}, {}
+        models = {name: dict(params) for name, params in client_models.items()}
+        for params in models.values():
+            params |= {module + LORA_CORE: torch.zeros(1, rank, rank) for module, rank in ranks(params).items()}
+        return models, {}
 
     def ask(self, round: RoundStart) -> Collection[str]:
         """Everyone who trains, until there are factors."""
@@ -84,10 +87,6 @@ class FedAvgOfCores(FedAvgBetweenFactors):
                 name: {**params, **{key: made[key] for key in made if key in params}} for name, params in models.items()
             }
         return replace(done, client_models=models)
-
-
-def _no_blocks(params: Params) -> dict[str, Tensor]:
-    return {module + LORA_CORE: torch.zeros(1, rank, rank) for module, rank in ranks(params).items()}
 
 
 def factors_of(module: str, gradient: Tensor, rank: int, *, eta: float) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ each round; here it is the first draw again.
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.method import Aggregated, StepInputs
-from atlas_fl.params import LORA_A, LORA_B, Params
+from atlas_fl.params import LORA_A, LORA_B
 
 
 class FedAvgStacked(WithFrozenPart):
@@ -27,17 +26,9 @@ class FedAvgStacked(WithFrozenPart):
         completed = super().complete(done, inputs)
         if completed is done:
             return done
-        models = {
-            client: {**params, **_begin_again(inputs.client_models[client])}
-            for client, params in completed.client_models.items()
-        }
+        models = {client: dict(params) for client, params in completed.client_models.items()}
+        for client, params in models.items():
+            for key, sent in inputs.client_models[client].items():
+                if key.endswith((LORA_A, LORA_B)):
+                    params[key] = sent if key.endswith(LORA_A) else torch.zeros_like(sent)
         return replace(completed, client_models=models)
-
-
-def _begin_again(sent: Params) -> dict[str, Tensor]:
-    """The adapter of this model as it was drawn: A as it was sent, B = 0."""
-    return {
-        key: tensor if key.endswith(LORA_A) else torch.zeros_like(tensor)
-        for key, tensor in sent.items()
-        if key.endswith((LORA_A, LORA_B))
-    }

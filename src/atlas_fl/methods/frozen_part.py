@@ -18,7 +18,7 @@ from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter
 from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, StepInputs, tensors_of
 from atlas_fl.methods.second_model import SecondModel, stack
-from atlas_fl.methods.server_optimizers import Cohort, cohorts
+from atlas_fl.methods.server_optimizers import Cohort, body_cohort
 from atlas_fl.params import LORA_A, LORA_B, LORA_GATE, ByClient, Params, ServerState, TreesByClient, lora_modules
 
 RESIDUAL, NEWEST = "residual", "newest"
@@ -78,9 +78,7 @@ class WithFrozenPart(Averaging):
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average of the factors, and the frozen part with what this round adds."""
-        everyone = next(
-            (one for one in cohorts(inputs.federation, inputs.present, self.options) if not one.is_head), None
-        )
+        everyone = body_cohort(inputs, self.options)
         if everyone is None:
             return done
         scale = self.options.scale

@@ -24,7 +24,6 @@ class PersonalModels(FedDpa):
 
     def own_training(self, round: RoundStart) -> None:
         """None: the model of its own is the one that trains."""
-        del round
 
     def send(self, round: RoundStart) -> TreesByClient:
         """The mixture of the last aggregation, as anchor or as companion."""

@@ -18,6 +18,7 @@ they are those of A and B, which then need equal ranks.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
@@ -73,6 +74,11 @@ def cohorts(federation: Federation, present: Sequence[bool], options: rules.Stra
                 yield Cohort(name=name, is_head=is_head, members=members, weights=weights)
 
 
+def body_cohort(inputs: StepInputs, options: rules.StrategyOptions) -> Cohort | None:
+    """The first cohort of what is no head; None where a client is alone, or nobody took part."""
+    return next((one for one in cohorts(inputs.federation, inputs.present, options) if not one.is_head), None)
+
+
 def cohort_keys(params: Params, cohort: Cohort, options: rules.StrategyOptions) -> list[str]:
     """The shared tensors of a member's model that the cohort has in common."""
     shared = shared_params(params, options.share)
@@ -122,19 +128,15 @@ class CohortStep:
                 f"{key} of {self._clients[differing[0]]} and {self._clients[cohort.members[0]]} has several shapes;"
                 " clients with one model need equal ones: name their tasks apart or do not share the head"
             )
-        values = Values(
-            sent=lambda weights: _weighted_sum(self._before, key, weights),
-            trained=lambda weights: _weighted_sum(self._after, key, weights),
-        )
+        total = partial(_weighted_sum, key)
+        values = Values(sent=partial(total, self._before), trained=partial(total, self._after))
         model = self._next(cohort, key, values).to(like.dtype)
         for k in cohort.members:
             self._model(k)[key] = model
 
     def _step_module(self, cohort: Cohort, module: str) -> None:
-        values = Values(
-            sent=lambda weights: self._dense(self._before, module, weights),
-            trained=lambda weights: self._dense(self._after, module, weights),
-        )
+        total = partial(self._dense, module)
+        values = Values(sent=partial(total, self._before), trained=partial(total, self._after))
         model = self._next(cohort, module, values)
         a, b = ({k: self._after[k][module + end] for k in cohort.members} for end in (LORA_A, LORA_B))
         best = lora_product.leading_dense(model, rank=max(len(rows) for rows in a.values()))
@@ -148,7 +150,7 @@ class CohortStep:
     def _model(self, k: int) -> dict[str, Tensor]:
         return self.models.setdefault(k, dict(self._after[k]))
 
-    def _dense(self, models: Sequence[Params], module: str, weights: Mapping[int, float]) -> Tensor:
+    def _dense(self, module: str, models: Sequence[Params], weights: Mapping[int, float]) -> Tensor:
         """sum_k p_k s_k B_k A_k, (d_out, d_in) float64."""
         a, b = ([models[k][module + end] for k in weights] for end in (LORA_A, LORA_B))
         scales = [weight * self._options.scale(len(rows)) for weight, rows in zip(weights.values(), a)]
@@ -156,7 +158,7 @@ class CohortStep:
         return stack_b @ stack_a
 
 
-def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, float]) -> Tensor:
+def _weighted_sum(key: str, models: Sequence[Params], weights: Mapping[int, float]) -> Tensor:
     """sum_k p_k w_k in float64.
 
     Summed client by client even where clients share a tensor: which ones do is not the same after a resume.
