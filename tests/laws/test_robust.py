@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
 from atlas_fl.aggregation.distances import squared_distances
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.robust import (
@@ -215,11 +216,10 @@ def test_distances_are_those_of_dense_updates_whatever_the_factors():
         "q.lora_B": models["c1"]["q.lora_B"] @ turn.T,
     }
     names = list(models)
-    words = {"share": ("A", "B", "head"), "scale": lambda _: 2.0}
-    found = squared_distances(models, names, head=False, **words)
+    found = squared_distances(models, names, StrategyOptions(), head=False)
     wanted = [[np.square(dense(models[k]) - dense(models[other])).sum() for other in names] for k in names]
     assert found == pytest.approx(np.array(wanted), rel=1e-5, abs=1e-6)
-    heads = squared_distances(models, names, head=True, **words)
+    heads = squared_distances(models, names, StrategyOptions(), head=True)
     assert heads[0, 1] == pytest.approx(
         float((models["c0"]["head.weight"] - models["c1"]["head.weight"]).square().sum())
     )
@@ -227,16 +227,18 @@ def test_distances_are_those_of_dense_updates_whatever_the_factors():
 
 def test_factors_alone_are_compared_padded_to_the_longest_rank():
     models = {"c0": {"q.lora_A": torch.ones(1, 2)}, "c1": {"q.lora_A": torch.tensor([[1.0, 2], [3, 4]])}}
-    found = squared_distances(models, ["c0", "c1"], head=False, share=("A",), scale=lambda _: 2.0)
+    found = squared_distances(models, ["c0", "c1"], StrategyOptions(share=("A",)), head=False)
     assert found.tolist() == [[0, 1 + 9 + 16], [26, 0]]
 
 
 def test_models_that_hold_other_tensors_cannot_be_compared():
     models = {"c0": {"w": torch.ones(2)}, "c1": {}}
     with pytest.raises(ProtocolError, match="c1 has no w, but clients that it is compared with do"):
-        squared_distances(models, ["c0", "c1"], head=False, share=("A", "B"), scale=lambda _: 2.0)
+        squared_distances(models, ["c0", "c1"], StrategyOptions(share=("A", "B")), head=False)
     with pytest.raises(ProtocolError, match="w has several shapes"):
-        squared_distances({**models, "c1": {"w": torch.ones(3)}}, ["c0", "c1"], head=False, share=("A",), scale=float)
+        squared_distances(
+            {**models, "c1": {"w": torch.ones(3)}}, ["c0", "c1"], StrategyOptions(share=("A",)), head=False
+        )
 
 
 def test_groups_that_are_too_small_for_a_rule_are_named():

@@ -47,20 +47,18 @@ def gram_distances(gram: Square) -> Square:
     return np.where(distances > 1e-13 * sums, distances, 0.0)
 
 
-def squared_distances(
-    models: ByClient, clients: Sequence[str], *, head: bool, share: Sequence[str], scale: Callable[[int], float]
-) -> Square:
+def squared_distances(models: ByClient, clients: Sequence[str], options: StrategyOptions, *, head: bool) -> Square:
     """d_kl^2 of what these clients share: of their heads, or of all the rest.
 
     Without both factors in `share` the one that is there is compared by itself, padded with zeros to the longest rank.
     Raises ProtocolError where the clients hold different tensors.
     """
-    parts = [shared_params(models[client], share) for client in clients]
+    parts = [shared_params(models[client], options.share) for client in clients]
     keys = [key for key in (parts[0] if parts else {}) if key.startswith(HEAD) == head]
     total = np.zeros((len(clients), len(clients)))
-    as_products = not head and {"A", "B"} <= set(share)
+    as_products = not head and {"A", "B"} <= set(options.share)
     if as_products:
-        total += gram_distances(update_gram(models, clients, scale))
+        total += gram_distances(update_gram(models, clients, options.scale))
     for key in keys:
         if not (as_products and key.endswith((LORA_A, LORA_B))):
             lacking = [client for client, part in zip(clients, parts, strict=True) if key not in part]
@@ -71,25 +69,19 @@ def squared_distances(
 
 
 def change_gram(
-    after: ByClient,
-    before: ByClient,
-    clients: Sequence[str],
-    key: str,
-    *,
-    as_products: bool,
-    scale: Callable[[int], float],
+    after: ByClient, before: ByClient, clients: Sequence[str], key: str, *, options: StrategyOptions
 ) -> Square:
-    """<w_k - w_k^before, w_l - w_l^before> of every pair for one tensor; with `as_products`, at an A, of s B A.
+    """<w_k - w_k^before, w_l - w_l^before> of every pair for one tensor; in product space, at an A, of s B A.
 
     Factors of lower ranks are padded with zeros. Raises ProtocolError where clients hold tensors of other shapes.
     """
     both = [models[client] for models in (after, before) for client in clients]
     n = len(clients)
-    if as_products and key.endswith(LORA_A):
+    if options.space == "product" and key.endswith(LORA_A):
         module = key.removesuffix(LORA_A)
         pairs = [{name: params[name] for name in (key, module + LORA_B)} for params in both]
         by_name = {str(index): pair for index, pair in enumerate(pairs)}
-        gram = update_gram(by_name, list(by_name), scale)
+        gram = update_gram(by_name, list(by_name), options.scale)
         return np.asarray(gram[:n, :n] - gram[:n, n:] - gram[n:, :n] + gram[n:, n:])
     rows, total = _pad_factors([params[key] for params in both], key), np.zeros((n, n))
     for first in range(0, len(rows[0]), AT_ONCE):
@@ -152,9 +144,7 @@ def gram_of_changes(
             places = [k for k, name in enumerate(names) if task in (None, tasks[name]) and key in shared[name]]
             if places:  # a task that writes text has no head
                 members = [names[k] for k in places]
-                total[np.ix_(places, places)] += change_gram(
-                    shared, before, members, key, as_products=options.space == "product", scale=options.scale
-                )
+                total[np.ix_(places, places)] += change_gram(shared, before, members, key, options=options)
     return total
 
 

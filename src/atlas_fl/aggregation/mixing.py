@@ -125,18 +125,13 @@ def _scale_rows(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, 
 
 
 def mix_factor(
-    factors: Mapping[int, Tensor],
-    group: Group,
-    *,
-    lead: Mapping[int, int] | None,
-    scales: Mapping[int, float] | None,
-    keep_own: bool,
+    factors: Mapping[int, Tensor], group: Group, *, lead: Mapping[int, int] | None, scales: Mapping[int, float] | None
 ) -> Iterator[Moved]:
     """The mixed factor of every target, each with its own rank; the rank is the first axis (pass B transposed).
 
     `lead` gives the number of leading rows that mix (truncate), None pads with zeros to the longest rank. `scales`
-    are those of B: the update is s B A, so s B is what is averaged. Rows that no source supplies are the client's
-    own (`keep_own`, for A, so that the direction can be trained) or zero (for B, so that the function is the mean's).
+    are those of B, None for A: the update is s B A, so s B is what is averaged. Rows that no source supplies are the
+    client's own (of A, so that the direction can be trained) or zero (of B, so that the function is the mean's).
     """
     rows, targets = (group.rows, group.targets) if scales is None else _scale_rows(group, scales)
     first = factors[group.sources[0]]
@@ -150,7 +145,7 @@ def mix_factor(
         for k in clients:
             client_factor = factors[k]
             length = min(longest, client_factor.shape[0]) if lead is None else lead[k]
-            new = client_factor.clone() if keep_own or lead is not None else torch.zeros_like(client_factor)
+            new = client_factor.clone() if scales is None or lead is not None else torch.zeros_like(client_factor)
             new[:length] = row[:length]
             yield (k,), new
 
@@ -222,10 +217,10 @@ class Mixture:
             elif is_b:
                 scales = {k: self.scale(tensor.shape[1]) for k, tensor in tensors.items()}
                 turned = {k: tensor.T for k, tensor in tensors.items()}
-                mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False)
+                mixed = mix_factor(turned, group, lead=lead, scales=scales)
                 yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
             elif shapes:
-                yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True)
+                yield from mix_factor(tensors, group, lead=lead, scales=None)
 
     def mix_product(self, group: Group, module: str) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
         """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""

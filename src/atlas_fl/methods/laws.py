@@ -140,13 +140,9 @@ def _some(trial: Trial) -> dict[str, Params]:
 
 def _distance(one: Params, other: Params) -> float:
     """The distance of two models, of whatever ranks, in product space."""
-    models, every = {"one": one, "other": other}, ("A", "B", "head")
-    return math.sqrt(
-        sum(
-            float(squared_distances(models, list(models), head=head, share=every, scale=lambda _: 1.0)[0, 1])
-            for head in (False, True)
-        )
-    )
+    models, options = {"one": one, "other": other}, StrategyOptions(scale=lambda _: 1.0)
+    squares = (squared_distances(models, list(models), options, head=head)[0, 1] for head in (False, True))
+    return math.sqrt(sum(map(float, squares)))
 
 
 def _same_tensors(one: ByClient, other: ByClient) -> bool:

@@ -88,15 +88,11 @@ def weiszfeld_weights(squares: Square) -> Vector:
     return np.asarray(weights)
 
 
-def model_distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+def model_distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Square:
     """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
     assert step.models is not None, "distances are of models"
     names = [step.federation.clients[k] for k in clients]
-    return np.asarray(
-        squared_distances(
-            step.models.after, names, head=step.parameters.is_head, share=options.share, scale=options.scale
-        )
-    )
+    return squared_distances(step.models.after, names, options, head=step.parameters.is_head)
 
 
 @dataclass(frozen=True, kw_only=True)
