@@ -37,12 +37,8 @@ def _classes(base: type[PartT], named_by: str) -> dict[str, type[PartT]]:
 RULES: dict[str, type[Method]] = _classes(Method, "name")
 """The methods that aggregate, by name: what `--strategy` takes, and what a published method is made of."""
 
-METHODS: dict[str, PublishedMethod] = {
-    name: PublishedMethod(**row)
-    for name, row in tomllib.loads(
-        resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8")
-    ).items()
-}
+_PUBLISHED = tomllib.loads(resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8"))
+METHODS: dict[str, PublishedMethod] = {name: PublishedMethod(**row) for name, row in _PUBLISHED.items()}
 """Every published method that is a rule with settings, by the name that `--strategy` takes."""
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
