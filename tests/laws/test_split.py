@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client import split_client, split_server
-from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward
+from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward_to_heads, read_logits
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Prompts, Site, Update
 from atlas_fl.client.local_training import batches, example_loss
@@ -169,8 +169,9 @@ def test_two_machines_have_the_losses_and_gradients_of_one_for_five_steps(
     data = [list(batches(site.data[job.client].splits["train"], job, secret=None))[:5] for job in jobs]
     for done in range(5):
         now = [own[done] for own in data]
-        with forward(collate_packed(now, device=torch.device("cpu")), whole, site, mask=masks(jobs, done)) as logits:
-            labels = collate_packed(now, device=torch.device("cpu")).labels
+        row, mask = collate_packed(now, device=torch.device("cpu")), masks(jobs, done)
+        with forward_to_heads(row, whole, site, mask=mask) as features:
+            logits, labels = read_logits(site.backbone, whole, features, mask=mask), row.labels
             expected = [example_loss(own, wanted) for own, wanted in zip(logits, labels, strict=True)]
             torch.stack(expected).sum().backward()
         crossing = [halves.client(k, batch, done) for k, batch in enumerate(now)]

@@ -157,16 +157,14 @@ def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
 
 
 @contextmanager
-def forward(
-    row: PackedBatch, clients: Sequence[Params], site: Site, *, mask: DropoutMaskFn | None = None
-) -> Iterator[list[Tensor]]:
+def forward(row: PackedBatch, clients: Sequence[Params], site: Site) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
-    A context, and its arguments, as `forward_to_heads` is.
+    A context, and its arguments, as `forward_to_heads` is, without dropout.
     """
-    with forward_to_heads(row, clients, site, mask=mask) as features:
+    with forward_to_heads(row, clients, site) as features:
         with site.autocast():
-            logits = read_logits(site.backbone, clients, features, mask=mask)
+            logits = read_logits(site.backbone, clients, features, mask=None)
         yield logits
 
 

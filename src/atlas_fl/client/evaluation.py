@@ -128,24 +128,18 @@ def _whole_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
     outputs = dict[int, Outputs]()
     for indices in same_models(jobs):
         data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in indices]
-        logits = _all_logits(
-            data, {key: one.to(site.backbone.device) for key, one in jobs[indices[0]].params.items()}, site
-        )
+        params = {key: one.to(site.backbone.device) for key, one in jobs[indices[0]].params.items()}
+        every, ordered = concatenate(data), list[np.ndarray]()
+        for _, _, row in rows_in_order(every, site):
+            with forward(row, [params], site) as (own_logits,):
+                ordered.append(own_logits.cpu().numpy())
+        logits = np.concatenate(ordered)[np.argsort(in_order(every.lengths))]
         by_client = np.split(logits, np.cumsum([len(examples) for examples in data])[:-1])
         for k, examples, client_logits in zip(indices, data, by_client, strict=True):
             prior = log_prior(jobs[k], site)
             corrected = client_logits if prior is None else client_logits + prior.cpu().numpy()
             outputs[k] = (examples.labels, [corrected])
     return [outputs[k] for k in range(len(jobs))]
-
-
-def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
-    """Logits (examples, labels) of all these examples, in their order, by one model."""
-    every, ordered = concatenate(data), list[np.ndarray]()
-    for _, _, row in rows_in_order(every, site):
-        with forward(row, [params], site) as (logits,):
-            ordered.append(logits.cpu().numpy())
-    return np.concatenate(ordered)[np.argsort(in_order(every.lengths))]
 
 
 def _packed_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:

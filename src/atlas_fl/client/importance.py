@@ -17,7 +17,7 @@ from atlas_fl.models.backbone import Backbone, block_index, head_logits
 from atlas_fl.models.lora import merged_weight
 from atlas_fl.models.weights import dense
 from atlas_fl.params import Params, head_keys
-from atlas_fl.ranks.allocation import layer_importance, normalise_importance, rngwp
+from atlas_fl.ranks.allocation import Layers, layer_importance, normalise_importance, rngwp
 
 
 def batch_gradients(
@@ -163,15 +163,11 @@ def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
     return layers
 
 
-def _shares(sums: Sequence[np.ndarray], sizes: np.ndarray, *, kind: str) -> np.ndarray:
+def _shares(sums: Sequence[np.ndarray], sizes: np.ndarray, *, kind: str) -> Layers:
     """Shares of the layers, from every batch's sums by layer and the layers' sizes, (layers,) each."""
-    shares: np.ndarray
     if kind == "gradient":
-        shares = layer_importance(np.sum(sums, axis=0), sizes)
-    else:
-        smoothed: np.ndarray | None = None
-        for layer_sum in sums:
-            smoothed = rngwp(smoothed, layer_sum, sizes)
-        assert smoothed is not None
-        shares = normalise_importance(smoothed)
-    return shares
+        return layer_importance(np.sum(sums, axis=0), sizes)
+    smoothed = rngwp(None, sums[0], sizes)
+    for layer_sum in sums[1:]:
+        smoothed = rngwp(smoothed, layer_sum, sizes)
+    return normalise_importance(smoothed)

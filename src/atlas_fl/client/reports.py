@@ -112,11 +112,8 @@ class PackReport:
 
     def train_half(self, half: int) -> Mapping[str, Params]:
         """The models after the round's steps on one half of the examples, of which nothing but the model is told."""
-        jobs = []
-        for job in self.jobs:
-            options: TrainOptions = job.options
-            options = replace(options, half=half, report="none", hash_loaded=False)
-            jobs.append(replace(job, options=options))
+        own = {"half": half, "report": "none", "hash_loaded": False}
+        jobs = [replace(job, options=replace(job.options, **own)) for job in self.jobs]
         updates = _train_and_filter(jobs, self.site, self.train)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
