@@ -29,7 +29,7 @@ from atlas_fl.models.backbone import (
     target_modules,
 )
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.lora import Adapters, Segment, attach_adapters, init_adapters
+from atlas_fl.models.lora import Adapters, attach_adapters, init_adapters
 from atlas_fl.ranks.cost_model import TrainingStep, device_memory
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.split.codec import decode_rows, encode_rows
@@ -54,7 +54,7 @@ def steps(backbone: Backbone, *, blocks: int, batch: int, count: int, all_weight
         backbone.model.requires_grad_(True)
     optimizer = torch.optim.AdamW(backbone.model.parameters() if all_weights else params.values())
     tokens = batch * LENGTH
-    whole = Segment(start=0, stop=tokens)
+    whole = range(0, tokens)
     adapters = Adapters(clients=[params], segments=[whole], sequences=[whole], scale=lambda _: 2.0)
     layout, draw = make_layout([LENGTH] * batch), np.random.default_rng(0)
     for _ in range(count):

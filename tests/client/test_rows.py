@@ -3,7 +3,6 @@ import torch
 
 from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks
 from atlas_fl.client.draws import Draws
-from atlas_fl.models.lora import Segment
 
 CPU = torch.device("cpu")
 
@@ -42,8 +41,8 @@ def test_a_row_by_hand(tiny_of, site_of, spec_of) -> None:
     parts = [site.data[spec.name].splits["train"] for spec in specs]
     row = collate_packed(parts, device=CPU)
     # [CLS] word [SEP], twice, and [CLS] word word [SEP]
-    assert row.segments == (Segment(start=0, stop=6), Segment(start=6, stop=10))
-    assert row.pooled == (Segment(start=0, stop=2), Segment(start=2, stop=3))
+    assert row.segments == (range(0, 6), range(6, 10))
+    assert row.pooled == (range(0, 2), range(2, 3))
     assert row.counts == (2, 1)
     assert row.ids.tolist() == [*parts[0].ids, *parts[1].ids]
     assert row.layout.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3]

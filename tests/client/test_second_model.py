@@ -13,7 +13,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.apfl import WEIGHT, Apfl
 from atlas_fl.methods.feddpa import FedDpa
 from atlas_fl.methods.second_model import initial_gate
-from atlas_fl.models.lora import Segment, packed_linear
+from atlas_fl.models.lora import packed_linear
 from atlas_fl.params import Params
 from tests.second_model import combine
 
@@ -84,7 +84,7 @@ def test_a_gate_of_zeros_is_the_fixed_weight() -> None:
     gated = combine(own, shared, "stacked", weight=0.3, scale=twice, gate=initial_gate(own))
     fixed = combine(own, shared, "stacked", weight=0.3, scale=twice)
     x = torch.randn(7, 6, generator=torch.Generator().manual_seed(2))
-    layer = {"weight": torch.zeros(6, 5), "bias": None, "segments": (Segment(start=0, stop=7),), "scales": (2.0,)}
+    layer = {"weight": torch.zeros(6, 5), "bias": None, "segments": (range(0, 7),), "scales": (2.0,)}
     outputs = [
         packed_linear(x, factors=(own["q.lora_A"], own["q.lora_B"]), gates=(own.get("q.lora_gate"),), **layer)
         for own in (gated, fixed)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.models.lora import Segment, gate_weights, packed_linear
+from atlas_fl.models.lora import gate_weights, packed_linear
 
-THREE = tuple(Segment(start=start, stop=stop) for start, stop in ((0, 2), (2, 5), (5, 9)))
+THREE = tuple(range(start, stop) for start, stop in ((0, 2), (2, 5), (5, 9)))
 SCALES = (2.0, 0.5, 1.5)
 
 
@@ -18,7 +18,7 @@ def test_a_token_by_hand() -> None:
         torch.tensor([[1.0, 2.0]]),
         weight=torch.tensor([[1.0], [1.0]]),
         bias=None,
-        segments=(Segment(start=0, stop=1),),
+        segments=(range(0, 1),),
         scales=(2.0,),
         factors=(torch.tensor([[2.0, 1.0], [0.0, 4.0]]), torch.tensor([[1.0, 1.0]])),
         gates=(torch.tensor([[math.log(3.0), 0.0, 0.0], [0.0, 0.0, 0.0]]),),
@@ -93,7 +93,7 @@ def test_a_token_of_a_router_by_hand() -> None:
 
     def output(logits: list[float], b: list[float]) -> Tensor:
         gate = torch.tensor([[math.log(one), 0.0] for one in logits])
-        one = Segment(start=0, stop=1)
+        one = range(0, 1)
         layer = {"weight": torch.ones(1, 1), "bias": None, "segments": (one,), "scales": (2.0,)}
         return packed_linear(torch.ones(1, 1), factors=(torch.ones(3, 1), torch.tensor([b])), gates=(gate,), **layer)
 
@@ -114,7 +114,7 @@ def routed() -> tuple[list[Tensor], list[Tensor | None]]:
     return [draw(12, 3), *factors, *gates], [None, 2.0 * (draw(3, 3) > 0), None, None]
 
 
-FOUR = tuple(Segment(start=start, stop=start + 3) for start in range(0, 12, 3))
+FOUR = tuple(range(start, start + 3) for start in range(0, 12, 3))
 LEADS_TO = {5: (0, 0, 0, 1, 2), 3: (0, 0, 1), 2: (0, 1), 11: (0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5)}
 """By the outputs of a gate the expert of each."""
 
@@ -170,7 +170,7 @@ def test_a_closed_gate_gives_nothing_to_the_second_adapter_and_gets_no_gradient(
     x, weight, bias, factors, _, _ = tensors()
     a, b = factors[4].requires_grad_(), factors[5].requires_grad_()
     gate = torch.tensor([[0.0, 0, 0, 0.0], [0.0, 0, 0, -math.inf]], dtype=torch.float64, requires_grad=True)
-    whole = (Segment(start=0, stop=9),)
+    whole = (range(0, 9),)
     common = {"weight": weight, "bias": bias, "segments": whole, "scales": (1.5,)}
     closed = packed_linear(x, factors=(a, b), gates=(gate,), **common)
     alone = packed_linear(x, factors=(a[:2], b[:, :2]), **common)

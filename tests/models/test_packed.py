@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.models.lora import Adapters, Segment, attach_adapters, merged_weight, packed_linear
+from atlas_fl.models.lora import Adapters, attach_adapters, merged_weight, packed_linear
 
-TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
+TWO = (range(0, 2), range(2, 5))
 
 
 def test_two_clients_by_hand() -> None:
@@ -20,7 +20,7 @@ def test_two_clients_by_hand() -> None:
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
         weight=torch.eye(2),
         bias=torch.tensor([10.0, 20.0]),
-        segments=(Segment(start=0, stop=1), Segment(start=1, stop=2)),
+        segments=(range(0, 1), range(1, 2)),
         scales=(2.0, 1.0),
         factors=[torch.tensor(factor) for factor in factors],
     )
@@ -48,8 +48,8 @@ def adapters(modules: dict[str, nn.Module], *, rank: int = 2) -> Adapters:
         client[f"{name}.lora_B"] = torch.randn(4, rank, generator=source)
     return Adapters(
         clients=[client],
-        segments=[Segment(start=0, stop=6)],
-        sequences=[Segment(start=0, stop=2)],
+        segments=[range(0, 6)],
+        sequences=[range(0, 2)],
         scale=lambda rank: 3.0 / rank,
     )
 
@@ -115,8 +115,8 @@ def test_a_batched_product_equals_products_in_turn(ranks: tuple[int, ...], *, dr
 def test_a_batched_layer_takes_as_many_products_for_any_number_of_clients(clients: int, *, batched: bool) -> None:
     """Each product is a kernel that a GPU launches: 8 of a layer, forward and backward, or 2 and 4 for each client."""
     layer, factors = a_layer_of((2,) * clients)
-    segments = tuple(Segment(start=k, stop=k + 1) for k in range(clients - 1))
-    layer |= {"segments": (*segments, Segment(start=clients - 1, stop=9)), "scales": (1.0,) * clients}
+    segments = tuple(range(k, k + 1) for k in range(clients - 1))
+    layer |= {"segments": (*segments, range(clients - 1, 9)), "scales": (1.0,) * clients}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         outputs_and_gradients(layer, factors, None, batched=batched)
     products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::bmm")]
@@ -141,7 +141,7 @@ def a_layer_of(ranks: tuple[int, ...]) -> tuple[dict[str, Any], list[torch.Tenso
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=stream, dtype=torch.float64)
 
-    segments = (Segment(start=0, stop=3), Segment(start=3, stop=8), Segment(start=8, stop=9))
+    segments = (range(0, 3), range(3, 8), range(8, 9))
     layer = {"x": draw(9, 6), "weight": draw(6, 5), "bias": draw(5), "segments": segments, "scales": (2.0, 0.5, 1.0)}
     return layer, [factor for rank in ranks for factor in (draw(rank, 6), draw(5, rank))]
 

@@ -17,7 +17,7 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.data.clients import group_by
 from atlas_fl.models import attention, stock, vision
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
-from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
+from atlas_fl.models.lora import Adapters, DropoutMaskFn, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import HEAD, PARTS, Params, head_keys
 from atlas_fl.split.model import client_forward, server_forward
@@ -84,8 +84,8 @@ class PackedBatch:
     types: Tensor  # (tokens,) int64; of images none
     labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
     layout: attention.PackedLayout
-    segments: tuple[Segment, ...]  # tokens of every client
-    pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
+    segments: tuple[range, ...]  # tokens of every client
+    pooled: tuple[range, ...]  # what is read of every client: its sequences, or its tokens to be written
     counts: tuple[int, ...]  # how many these are
     lengths: tuple[Tensor, ...]  # of every client, (sequences,) int32
     target_positions: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
@@ -150,10 +150,10 @@ def _output_positions(batch: EncodedExamples) -> np.ndarray:
     return batch.offsets[1:] - 1 if batch.target_mask is None else np.flatnonzero(batch.target_mask) - 1
 
 
-def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
+def segments_of(sizes: Sequence[int]) -> tuple[range, ...]:
     """Segments of these sizes, one after another."""
     stops = np.cumsum(sizes).tolist()
-    return tuple(Segment(start=start, stop=stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+    return tuple(range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
 
 @contextmanager

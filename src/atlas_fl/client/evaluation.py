@@ -17,7 +17,7 @@ from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
-from atlas_fl.models.lora import Adapters, Segment, attach_adapters
+from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.stock import generate
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Params, Split
@@ -49,7 +49,7 @@ def _stock_written(
     rows: list[list[int]], params: Params, site: Site, new_tokens: int, ends: list[int]
 ) -> list[list[int]]:
     """The texts of a model on the stock path."""
-    row = [Segment(start=0, stop=len(rows))]
+    row = [range(0, len(rows))]
     with (
         attach_adapters(site.modules, Adapters(clients=[params], segments=row, sequences=row, scale=site.scale)),
         site.autocast(),
@@ -62,7 +62,7 @@ def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int, 
     backbone = site.backbone
     ids, mask = pad_left(rows, device=backbone.device)
     # The prompts go through first as a whole, and then a token of each text at a time.
-    whole, single = Segment(start=0, stop=ids.numel()), Segment(start=0, stop=len(rows))
+    whole, single = range(0, ids.numel()), range(0, len(rows))
     adapters = Adapters(clients=[params], segments=[whole], sequences=[single], scale=site.scale)
     written: list[torch.Tensor] = []
     ended, cache = torch.zeros(len(rows), dtype=torch.bool, device=ids.device), None

@@ -43,14 +43,6 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCA
 from atlas_fl.rng import torch_generator
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """The rows `start:stop` belong to one client."""
-
-    start: int
-    stop: int
-
-
 def gate_weights(x: Tensor, gate: Tensor) -> Tensor:
     """The weights of the gate's outputs for every token, (..., outputs) in the gate's dtype; they sum to 1.
 
@@ -92,7 +84,7 @@ class _PackedLinear(torch.autograd.Function):
         dropout_masks: Sequence[Tensor | None],
         weight: Matrix,
         bias: Tensor | None,
-        segments: Sequence[Segment],
+        segments: Sequence[range],
         scales: Sequence[float],
         *tensors: Tensor | None,
     ) -> Tensor:
@@ -163,7 +155,7 @@ class _ClientBatch:
 
 @lru_cache(maxsize=8)
 def _client_batch(
-    segments: tuple[Segment, ...], scales: tuple[float, ...], dtype: torch.dtype, device: torch.device
+    segments: tuple[range, ...], scales: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> _ClientBatch:
     """The batch of these segments, which lie one after another; every layer of a model asks for the same."""
     starts = np.array([segment.start for segment in segments])
@@ -236,7 +228,7 @@ def packed_linear(
     *,
     weight: Matrix,
     bias: Tensor | None,
-    segments: Sequence[Segment],
+    segments: Sequence[range],
     scales: Sequence[float],
     factors: Sequence[Tensor],
     dropout_masks: Sequence[Tensor | None] | None = None,
@@ -276,9 +268,9 @@ class Adapters:
     """Adapters of the clients of a pack: the clients' params, their segments, their scale and dropout."""
 
     clients: Sequence[Params]
-    segments: Sequence[Segment]
-    """Tokens of every client."""
-    sequences: Sequence[Segment]
+    segments: Sequence[range]
+    """Rows of the tokens of every client."""
+    sequences: Sequence[range]
     """Sequences of every client: the rows of layers that see one token of each sequence."""
     scale: Callable[[int], float]
     dropout_mask: DropoutMaskFn | None = None
@@ -308,7 +300,7 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         dtype = arithmetic_of(x)
         segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.sequences
         if len(adapters.clients) == 1:  # whatever the rows of the layer are, padding or a table too
-            segments = (Segment(start=0, stop=len(rows)),)
+            segments = (range(0, len(rows)),)
         masks: list[Tensor | None] = []
         if adapters.dropout_mask is not None:
             shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]
