@@ -52,10 +52,9 @@ class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
         """Lambda by client and layer, of those where there is something outside."""
         known, gate = round.of("gate"), dict[str, Mapping[str, Tensor]]()
         for name in round.client_models:
-            names = [
-                module + params.LORA_GATE for module in params.lora_modules(self.frozen_part(round.server_state, name))
-            ]
-            gate[name] = {key: known.get(name, {}).get(key, torch.tensor(self.tree_weight)) for key in names}
+            modules = params.lora_modules(self.frozen_part(round.server_state, name))
+            start = {module + params.LORA_GATE: torch.tensor(self.tree_weight) for module in modules}
+            gate[name] = {key: known.get(name, {}).get(key, weight) for key, weight in start.items()}
         return {"gate": gate}
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:

@@ -127,13 +127,11 @@ def device_memory(
     rank = max(ranks, default=0) if largest_rank is None else largest_rank
     alive = activation_bytes(shape, step.tokens, blocks, rank=rank, checkpointing=step.checkpointing)
     tail_bytes = 0 if step.blocks is None else shape.tail_bytes
+    weights = shape.embedding_bytes - tail_bytes + sum(shape.block_bytes[:blocks]) + shape.unpacked_bytes
     return Memory(
         total_bytes=device.memory_bytes,
         parts={
-            "frozen weights": shape.embedding_bytes
-            - tail_bytes
-            + sum(shape.block_bytes[:blocks])
-            + shape.unpacked_bytes,
+            "frozen weights": weights,
             # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
             "activations": HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
             + LOGIT_COPIES * step.logits * VALUE_BYTES,
