@@ -98,13 +98,8 @@ class PackReport:
         for module in lora_modules(job.params):
             a, b = job.params[module + LORA_A], job.params[module + LORA_B]
             params |= {module + LORA_A: torch.eye(a.shape[1]), module + LORA_B: torch.zeros(len(b), a.shape[1])}
-        plain: dict[str, Any] = {
-            **dict.fromkeys(PLAIN_SGD, 0.0),
-            "optimizer": "sgd",
-            "schedule": "constant",
-            "trained_parts": "B",
-        }
-        options = replace(train, **plain, lr=rate, nesterov=False, report="none", hash_loaded=False)
+        plain: dict[str, Any] = {**dict.fromkeys(PLAIN_SGD, 0.0), "optimizer": "sgd", "schedule": "constant"}
+        options = replace(train, **plain, trained_parts="B", lr=rate, nesterov=False, report="none", hash_loaded=False)
         (update,) = train_clients([Job(client=client, params=params, round=job.round, options=options)], self.site)
         self.steps[client] += int(update.metrics["steps"])
         scales = {module: rate * self.site.scale(len(params[module + LORA_A])) for module in lora_modules(params)}

@@ -398,12 +398,11 @@ class Method(Part):
         )
         matrices = self.matrices(federation, inputs.present, round=inputs.round, models=models)
         mixed = rules.mix(after, matrices, federation.clients, self.options)
-        done = Aggregated(
-            server_state=server_state,
-            client_models=mixed.by_client,
-            discarded=mixed.discarded,
-            rows=self._applied_rows(matrices, after),
-        )
+        done = Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
+        if self.granularity == "all":
+            keys = dict.fromkeys(key for params in after.values() for key in params if key != PRIVATE)
+            parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}
+            done = replace(done, rows={part: matrices(key) for part, key in parts.items()})
         return self.complete(done, inputs)
 
     def next_state(self, inputs: StepInputs) -> ServerState:
@@ -414,13 +413,6 @@ class Method(Part):
         """The step after the mixing, where there is more to it."""
         del inputs
         return done
-
-    def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray | Rows]:
-        if self.granularity != "all":
-            return {}
-        keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
-        parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}
-        return {part: matrices(key) for part, key in parts.items()}
 
     def initial_models(
         self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation

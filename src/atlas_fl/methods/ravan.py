@@ -56,15 +56,10 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
         return first
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:
-        """Average the products s_i H_i."""
-        scaled = {name: with_scaled_heads(params) for name, params in inputs.updates.items()}
+        """Average the products s_i H_i; all s_i are 1 then."""
+        scaled = {name: dict(params) for name, params in inputs.updates.items()}
+        for params in scaled.values():
+            for key in [key for key in params if key.endswith(LORA_SCALE)]:
+                core = key.removesuffix(LORA_SCALE) + LORA_CORE
+                params |= {core: params[key][:, None, None] * params[core], key: torch.ones_like(params[key])}
         return super().aggregate(replace(inputs, updates=scaled))
-
-
-def with_scaled_heads(params: Params) -> dict[str, Tensor]:
-    """The same model with all s_i = 1."""
-    scaled = dict(params)
-    for key in (key for key in params if key.endswith(LORA_SCALE)):
-        core = key.removesuffix(LORA_SCALE) + LORA_CORE
-        scaled |= {core: params[key][:, None, None] * params[core], key: torch.ones_like(params[key])}
-    return scaled

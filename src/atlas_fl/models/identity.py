@@ -41,9 +41,10 @@ class ModelIdentity:
 
 def model_identity(backbone: Backbone, *, has_weights: bool = True) -> ModelIdentity:
     """The identity of this backbone; without weights where only some of them, or none, are loaded."""
+    own = backbone.frozen.keys() - backbone.parameters.keys()
     return ModelIdentity(
         weights=weights_digest(backbone) if has_weights else None,
-        vocabulary=_vocabulary_digest(backbone) if has_weights else None,
+        vocabulary=digest({name: backbone.frozen[name] for name in own}) if has_weights and own else None,
         architecture=_digest(_architecture(backbone)),
         tokenizer=_digest(
             _text_input(backbone.tokenizer)
@@ -59,11 +60,6 @@ def weights_digest(backbone: Backbone) -> str:
     buffers = dict(backbone.model.named_buffers())
     stored = {name: tensor for name, tensor in backbone.model.state_dict().items() if name in buffers}
     return digest({**backbone.parameters, **stored})
-
-
-def _vocabulary_digest(backbone: Backbone) -> str | None:
-    own = backbone.frozen.keys() - dict(backbone.model.named_parameters()).keys()
-    return digest({name: backbone.frozen[name] for name in own}) if own else None
 
 
 def _architecture(backbone: Backbone) -> Mapping[str, Any]:

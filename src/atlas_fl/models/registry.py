@@ -218,9 +218,7 @@ def locate_model(name: str) -> str:
     """
     if name in MODELS:
         registered = MODELS[name].path
-        if registered != "embedded":
-            return registered
-        return str(asset_dir(embedded_dir(), name))
+        return registered if registered != "embedded" else str(asset_dir(embedded_dir(), name))
     known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()

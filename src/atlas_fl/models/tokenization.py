@@ -46,8 +46,11 @@ class EncodedExamples:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all arrays: their dtypes, shapes and bytes."""
-        texts = (self.ids, self.types, self.offsets, self.labels, self.target_mask)
-        own = arrays_digest(*texts, self.pixels, self.target_counts)
+        texts, state = (self.ids, self.types, self.offsets, self.labels, self.target_mask), sha256()
+        for array in (*texts, self.pixels, self.target_counts):
+            state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
+            state.update(b"" if array is None else np.ascontiguousarray(array).data)
+        own = state.hexdigest()
         return own if self.rejected is None else sha256((own + self.rejected.digest).encode()).hexdigest()
 
     @cached_property
@@ -105,15 +108,6 @@ class EncodedExamples:
             target_mask=target_mask,
             taken_from=taken_from,
         )
-
-
-def arrays_digest(*arrays: np.ndarray | None) -> str:
-    """SHA-256 of these arrays: their dtypes, shapes and bytes."""
-    state = sha256()
-    for array in arrays:
-        state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
-        state.update(b"" if array is None else np.ascontiguousarray(array).data)
-    return state.hexdigest()
 
 
 def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:

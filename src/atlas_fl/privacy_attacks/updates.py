@@ -91,7 +91,11 @@ def read_tokens(
     truth, guesses = (np.setdiff1d(one.ids, marks) for one in (train, strangers))
     hits, lucky = (int(np.isin(first, one).sum()) for one in (truth, guesses))
     found = None if directions is None else [(_placed(shares, one), one) for one in (train, strangers)]
-    placed = [None, None] if found is None else [_share_right(pairs, _pairs(one, marks)) for pairs, one in found]
+    placed = (
+        [None, None]
+        if found is None
+        else [len(pairs & _pairs(one, marks)) / max(1, len(pairs)) for pairs, one in found]
+    )
     words = [[(place, token) for place, token in text if token not in marks] for text in _texts(train)]
     return {
         "client": "+".join(one.name for one in clients),
@@ -240,10 +244,6 @@ def _placed(shares: Tensor, lengths_of: EncodedExamples) -> set[tuple[int, int]]
         count = int((lengths_of.lengths > place + 1).sum())
         read |= {(place, token) for token in shares[:, place].topk(count).indices.tolist()}
     return read
-
-
-def _share_right(read: set[tuple[int, int]], truth: set[tuple[int, int]]) -> float:
-    return len(read & truth) / max(1, len(read))
 
 
 def _test_score(assembly: Assembly, client: ClientData, params: Params, on_event: OnEvent) -> float:
