@@ -99,8 +99,7 @@ class WithFrozenPart(Averaging):
         if not clients:
             client = next(iter(weights))
             return Factors(a=updates[client][module + LORA_A].double(), b=updates[client][module + LORA_B].double())
-        a = [updates[client][module + LORA_A] for client in clients]
-        b = [updates[client][module + LORA_B] for client in clients]
+        a, b = ([updates[client][module + end] for client in clients] for end in (LORA_A, LORA_B))
         return self.new_factors(a, b, [weights[client] for client in clients])
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:

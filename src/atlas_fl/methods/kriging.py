@@ -256,12 +256,9 @@ class FromHalves(FromStart):
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
         """Two models."""
         del classes
-        return {
-            name: ReportTensor(
-                shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT
-            )
-            for name, tensor in flatten_by_client({"first": model, "second": model}).items()
-        }
+        bounds = {"least": -LARGEST_WEIGHT, "most": LARGEST_WEIGHT}
+        models = flatten_by_client({"first": model, "second": model})
+        return {name: ReportTensor(shape=tuple(one.shape), dtype=one.dtype, **bounds) for name, one in models.items()}
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The state with these halves."""

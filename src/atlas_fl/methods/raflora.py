@@ -40,12 +40,10 @@ class FedAvgByRank(ByCohort):
             shares = list(cohort.weights.values())
             counts = [len(factor) for factor in a]
             totals = [sum(share for share, count in zip(shares, counts) if count > row) for row in range(max(counts))]
-            weights = [
-                self.options.scale(count)
-                * share
-                / torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
-                for factor, share, count in zip(a, shares, counts)
-            ]
+            weights = []
+            for factor, share, count in zip(a, shares, counts):
+                total = torch.tensor(totals[:count], dtype=torch.float64, device=factor.device)
+                weights.append(self.options.scale(count) * share / total)
             stack_a, stack_b = stack_factors(a, b, weights)
             return stack_b @ stack_a
 
