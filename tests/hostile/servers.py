@@ -104,6 +104,7 @@ def _copy(worker: Any) -> SiteClient:
     """The site as it is now; data and model are shared."""
     shared = [worker.load_site, worker.load_site.known, worker.link, worker.on_event, worker.on_final_model]
     shared += [worker.sums.identity] if worker.sums is not None else []
+    shared += [worker.receiver._cache._lock]  # locks have no copies
     return copy.deepcopy(worker, {id(one): one for one in shared})
 
 
