@@ -159,6 +159,11 @@ def test_a_last_answer_that_calls_tools_is_its_calls() -> None:
     ]
 
 
+def test_an_empty_answer_is_an_empty_text() -> None:
+    (messages,) = conversations("messages", {"messages": [USER, {"role": "assistant", "content": ""}]})
+    assert last_answer(to_text(messages)) == ""
+
+
 BAD = {
     "calls-of-a-user": (
         [{**USER, "tool_calls": [CALL]}, ANSWER],

@@ -127,7 +127,7 @@ def _messages(value: Any, *, role: str = "user") -> Messages:
 
 
 def _of_tools(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message has beside its content where tools are called: the calls, or of which call it is the result."""
+    """Entries of a message where tools are called: its calls, or the call that it is the result of."""
     named = {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
     return named | ({"tool_calls": _calls(turn)} if turn.get("tool_calls") else {})
 
@@ -145,9 +145,14 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _answers(messages: Messages) -> list[str]:
-    """The answers as texts; one without content as its calls in JSON."""
+    """The answers as texts; one that only calls tools as its calls in JSON."""
     answers = [turn for turn in messages if turn["role"] == "assistant"]
-    return [turn["content"] or json.dumps(turn.get("tool_calls", ""), ensure_ascii=False) for turn in answers]
+    return [
+        json.dumps(turn["tool_calls"], ensure_ascii=False)
+        if "tool_calls" in turn and not turn["content"]
+        else turn["content"]
+        for turn in answers
+    ]
 
 
 def tools_fault(value: Any) -> str:

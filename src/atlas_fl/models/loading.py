@@ -5,10 +5,11 @@ model without the rest.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -192,16 +193,28 @@ def check_complete(name: str, missing: Sequence[str]) -> None:
         raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
 
 
+@dataclass(frozen=True)
+class _TokenizerErrors(AbstractContextManager[None]):
+    """Raise `ModelError` for the plain `Exception`, and for no class below it.
+
+    The tokenizers library raises it, without a class of its own, for a damaged file.
+    """
+
+    model: str
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is Exception:
+            assert isinstance(error, Exception)
+            raise ModelError(
+                f"the tokenizer of model {self.model!r} could not be loaded: {first_line(error)}; give the model's own"
+                " files"
+            ) from None
+
+
 def load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises `ModelError` where its files are damaged, or there are none."""
-    try:
+    with _TokenizerErrors(name):
         tokenizer = AutoTokenizer.from_pretrained(source, **loading_options(source))
-    except Exception as error:
-        if type(error) is not Exception:  # the tokenizers library raises no class of its own for a damaged file
-            raise
-        raise ModelError(
-            f"the tokenizer of model {name!r} could not be loaded: {first_line(error)}; give the model's own files"
-        ) from None
     _pair_ids(tokenizer)  # settings of other types show when it is used
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(

@@ -166,7 +166,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
 
 
 def read_newest(folder: Path, read: Callable[[Path], Found]) -> Found | None:
-    """What this reader, `load` or `read_state`, reads of the newest checkpoint; None where there is none.
+    """The newest checkpoint by this reader, `load` or `read_state`; None where there is none.
 
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.
