@@ -14,14 +14,8 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.metrics import rouge
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.answers import (
-    KINDS,
-    evaluate_run,
-    find_choices,
-    generate,
-    log_likelihoods,
-    read_evaluation,
-)
+from atlas_fl.experiment.answers import KINDS, evaluate_run, generate, read_evaluation
+from atlas_fl.experiment.choices import find_choices, log_likelihoods
 from atlas_fl.experiment.export import export_client, load_models
 from atlas_fl.experiment.run import run_config
 from atlas_fl.setup.assembly import assemble
