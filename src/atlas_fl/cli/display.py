@@ -2,15 +2,34 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from atlas_fl.config import differences, load_config, value_of
+from atlas_fl.config.values import to_words
 from atlas_fl.errors import replace_unprintable
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
 from atlas_fl.report.format import human_bytes, number, seconds
+
+UNTOLD = frozenset({"preset"})
+"""Settings that say nothing beside the others that they set."""
+
+
+def labels_of(named: Sequence[Path]) -> list[str]:
+    """The settings that these runs differ in; their paths where one is no run, or two differ in nothing."""
+    paths = [str(path) for path in named]
+    if len(named) < 2 or not all((path / "config.toml").is_file() for path in named):
+        return paths
+    configs = [load_config(path / "config.toml", within=path) for path in named]
+    differ = dict.fromkeys(name for config in configs for name in differences(configs[0], config) if name not in UNTOLD)
+    labels = [
+        ", ".join(f"{name} {' '.join(to_words(value_of(config, name)))}" for name in differ) for config in configs
+    ]
+    return labels if len(set(labels)) == len(labels) else paths
 
 
 def console() -> Console:

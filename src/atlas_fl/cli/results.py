@@ -7,10 +7,10 @@ from typing import Any
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli import options as cli
 from atlas_fl.cli.arguments import check_target, holds_json, new_folder
-from atlas_fl.cli.display import show, show_progress
+from atlas_fl.cli.display import labels_of, show, show_progress
 from atlas_fl.cli.tables import audit_table, failure_lines, placement
-from atlas_fl.config import differences, load_config, validate, value_of
-from atlas_fl.config.values import LARGEST, to_words
+from atlas_fl.config import validate
+from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.experiment import task_arithmetic as arithmetic
 from atlas_fl.experiment.export import export_client, publish
@@ -159,23 +159,6 @@ FLAGS_OF_NO_USE: Mapping[str, Sequence[str]] = {
     "cuts": ("--shadows", "--client"),
 }
 """Flags that are of other attacks."""
-
-
-UNTOLD = frozenset({"preset"})
-"""Settings that say nothing beside the others that they set."""
-
-
-def labels_of(named: Sequence[Path]) -> list[str]:
-    """The settings that these runs differ in; their paths where one is no run, or two differ in nothing."""
-    paths = [str(path) for path in named]
-    if len(named) < 2 or not all((path / "config.toml").is_file() for path in named):
-        return paths
-    configs = [load_config(path / "config.toml", within=path) for path in named]
-    differ = dict.fromkeys(name for config in configs for name in differences(configs[0], config) if name not in UNTOLD)
-    labels = [
-        ", ".join(f"{name} {' '.join(to_words(value_of(config, name)))}" for name in differ) for config in configs
-    ]
-    return labels if len(set(labels)) == len(labels) else paths
 
 
 def masks(options: cli.MasksOptions) -> int:
