@@ -39,7 +39,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "metric": ("data.metrics.FURTHER_METRICS", "experiment.summary.ROW_NAMES"),
     "tracker": ("report.trackers.TRACKERS",),
     "figure": ("report.figures.PLUGIN_FIGURES", "report.figures.FIGURES"),
-    "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WARM_UPS"),
+    "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WITHOUT_GRADIENTS"),
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),

@@ -21,7 +21,7 @@ RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), MEAN),
     **dict.fromkeys(("scaffold", "ditto", "apfl", "feddpa"), MEAN),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), CLUSTER_MEAN),
-    **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), CLUSTER_MEAN),
+    **dict.fromkeys(("fedavg_oracle", "fedrouter", "atlas_no_laplacian", "mr_mtl_cluster"), CLUSTER_MEAN),
     **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), LAPLACIAN),
     **dict.fromkeys(("fedavg_by_norm", "hetlora"), BY_NORM),
     **dict.fromkeys(("fedavg_by_rank", "raflora"), BY_RANK),

@@ -1,8 +1,9 @@
 """Fingerprints: sketches of a client's task from its data, two for two halves of its examples.
 
-There are three sources (docs/algorithms/phase1.md). `delta`: LoRA B after a short warm-up from one shared, frozen A, so
+There are four sources (docs/algorithms/phase1.md). `delta`: LoRA B after a short warm-up from one shared, frozen A, so
 that the two halves' mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root
 mean square of the batch gradients of the last blocks' and the head's weights at the shared initialisation.
+`embedding`: mean of the texts' embeddings by the frozen model.
 
 Of a client that is cut each side sketches its own tensors, and the sketch is the sum of both.
 """
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_fl.client.embeddings import embed
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import train
-from atlas_fl.client.options import FingerprintOptions
-from atlas_fl.clustering.fingerprints import FINGERPRINTS
+from atlas_fl.client.local_training import positions, train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
+from atlas_fl.clustering.fingerprints import EMBEDDING, FINGERPRINTS
 from atlas_fl.clustering.sketch import combine_parts, sketch, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
 
@@ -33,8 +36,10 @@ def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
     `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
     of both halves, during the warm-up or at the shared initialisation.
     """
-    warms_up = jobs[0].options.kind == "delta"
-    return _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
+    if jobs[0].options.kind == "delta":
+        return _delta(jobs, site)
+    measure = _from_embeddings if jobs[0].options.kind == EMBEDDING else _from_gradients
+    return [measure(job, site) for job in jobs]
 
 
 def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -98,6 +103,21 @@ def _from_gradients(job: Job, site: Site) -> Update:
         sketches.append(combine_parts(parts.values()))
     params = job.params if site.trainable == "lora" else {}  # the server has whole models, and none was warmed up
     return fingerprint_update(job, sketches, params, steps=0, loss=float(np.mean(losses)))
+
+
+def _from_embeddings(job: Job, site: Site) -> Update:
+    """Sketch the mean embedding of each half; the loss is that of all training examples."""
+    options: FingerprintOptions = job.options
+    data, secret = site.data[job.client].splits["train"], site.secrets.get(job.client)
+    sketches = []
+    for half in (0, 1):
+        chosen = replace(options.train, half=half, most=options.most(half))
+        index = positions(len(data), job.client, chosen, secret=secret)
+        mean_embedding = embed(data.take(index), site).mean(0)
+        sketches.append(sketch({EMBEDDING: mean_embedding}, dim=options.sketch_dim, seed=options.train.seed))
+    (scored,) = evaluate([replace(job, options=EvaluateOptions(split="train"))], site)
+    params = job.params if site.trainable == "lora" else {}
+    return fingerprint_update(job, sketches, params, steps=0, loss=scored.metrics["loss"])
 
 
 def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""FINGERPRINTS: what is sketched of a client's batch gradients, by the name of `--fingerprint`."""
+"""FINGERPRINTS: statistics of a client's batch gradients that are sketched, by the name of `--fingerprint`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WARM_UPS = ("delta",)
-"""Fingerprints that are no statistic of gradients: a short training of adapters."""
+EMBEDDING = "embedding"
+WITHOUT_GRADIENTS = ("delta", EMBEDDING)
+"""Fingerprints that are no statistic of gradients: a short training of adapters, and the mean of the texts' embeddings
+by the frozen model (`client.embeddings`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +27,9 @@ FINGERPRINTS: dict[str, GradientFingerprint] = {
     # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
     "fisher": GradientFingerprint(each=torch.square, total=torch.sqrt, centre=True),
 }
+
+
+def is_centred(fingerprint: str) -> bool:
+    """Return whether the mean over clients is subtracted from sketches of this kind."""
+    known = FINGERPRINTS.get(fingerprint)
+    return fingerprint == EMBEDDING or (known is not None and known.centre)

@@ -67,6 +67,8 @@ class DataConfig:
     """With `--one-task`, share of a client's examples from its own source; the rest come from the others evenly."""
     centralized: bool = False
     """Reference: the examples of all clients of a task lie in one place, and it trains one model on them."""
+    client_parts: Annotated[int, Range(least=1, most=100)] = 1
+    """Parts of every client, clusters of its texts by the frozen model, each with an adapter of its own (FedRouter)."""
     max_length: Annotated[int | None, Range(least=4, at_site=2**16)] = None
     """Longest sequence in tokens; the task's own limit by default."""
     devices: Annotated[tuple[str, ...], Mark.COMMON] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
@@ -419,7 +421,7 @@ class ClusteringConfig:
     """Method by which `auto` finds the clusters: noise-corrected similarity without k, a k search by this score, or
     `cosine`, average linkage with the k of the best silhouette and no test (FedLEASE)."""
     fingerprint: str = "fisher"
-    """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
+    """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, `embedding`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2, at_site=10**4)] = 12
     """Most batches of the gradient and fisher fingerprints; a half takes no more than its examples fill."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2

@@ -88,12 +88,12 @@ def _check_ranks(ranks: schema.RanksConfig) -> None:
 
 def _registries(config: schema.Config) -> Iterator[tuple[str, str, Collection[str]]]:
     """(place, name, known names) of every setting that names an entry of a registry."""
-    from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
+    from atlas_fl.clustering.fingerprints import FINGERPRINTS, WITHOUT_GRADIENTS
     from atlas_fl.data.partition import NATURAL, PARTITIONS, PATHOLOGICAL
     from atlas_fl.ranks.allocation import ALLOCATORS
 
     yield "name in --partition", config.data.partition, [*PARTITIONS, NATURAL, PATHOLOGICAL]
-    yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS]
+    yield "name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WITHOUT_GRADIENTS]
     if config.training.trainer != schema.TrainingConfig().trainer:
         yield "name in --trainer", config.training.trainer, registered_names()["trainer"]
     if values.parse_integer(config.ranks.ranks) is None:

@@ -26,7 +26,10 @@ OWN, BALANCED = "own", "balanced"
 Sizes: TypeAlias = Mapping[Split, int | None]
 """Rows of a client by split; None deals a split out whole."""
 _FLAGS: dict[Split, str] = {"train": "--samples", "validation": "--validation-samples", "test": "--test-samples"}
-_LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
+LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
+"""Fewest rows of a client by split."""
+PART = ".part"
+"""Between the name of a client and the number of its part (`data.client_parts`)."""
 Member = TypeVar("Member")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -188,13 +191,20 @@ ALL = "all"
 def site_of(name: str, task: str) -> str:
     """The site of a client of this task: what its name has behind the task's where the data name it, else its name.
 
-    Clients of several tasks are of one site where it is the same, and that site has one device.
+    Clients of several tasks, and parts of a client, are of one site where it is the same, and that site has one device.
 
-    >>> site_of("notes-triage-Nord", "notes-triage"), site_of("Nord", "notes-triage"), site_of("movie-0", "movie")
+    >>> site_of("notes-triage-Nord", "notes-triage"), site_of("Nord", "notes-triage"), site_of("movie-0.part2", "movie")
     ('Nord', 'Nord', 'movie-0')
     """
+    name = whole_of(name)
     site = name.removeprefix(f"{task}-")
     return name if site.isdecimal() or site == ALL else site
+
+
+def whole_of(name: str) -> str:
+    """The name of the client whose part is called so; that of a whole client as it is."""
+    whole, part, number = name.rpartition(PART)
+    return whole if part and number.isdecimal() else name
 
 
 def task_of_client(tasks: Sequence[Task], name: str) -> Task:
@@ -392,7 +402,7 @@ def _deal_by_classes(
 
 def _check_room(task: Task, data: TaskData, num_clients: int, *, client_sizes: Sequence[int] = ()) -> None:
     for split, rows in data.splits.items():
-        needed, flag = num_clients * _LEAST[split], "--clients-per-task"
+        needed, flag = num_clients * LEAST[split], "--clients-per-task"
         if split == "train" and client_sizes:
             needed, flag = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum()), "--client-sizes"
         if needed > len(rows):

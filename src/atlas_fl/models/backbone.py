@@ -100,8 +100,14 @@ def backbone_features(
     """
     positions = read_positions(backbone.family, layout, output_positions)
     with last_block_reads_only(backbone, positions):
-        hidden = backbone.model(**token_inputs(backbone, ids, types, layout), layout=layout).last_hidden_state[0]
+        hidden = token_states(backbone, ids, types, layout)
     return pool_features(backbone, hidden, positions)
+
+
+def token_states(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
+    """The last hidden state of every token of a row, (tokens, hidden)."""
+    states: Tensor = backbone.model(**token_inputs(backbone, ids, types, layout), layout=layout).last_hidden_state[0]
+    return states
 
 
 def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> dict[str, Tensor]:

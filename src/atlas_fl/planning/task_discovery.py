@@ -80,7 +80,7 @@ def discover_tasks(
     settings = ClusteringSettings(
         **settings_for(assembly.config, ClusteringSettings),
         threshold=phase.similarity_threshold,
-        centre=phase.fingerprint in fingerprints.FINGERPRINTS and fingerprints.FINGERPRINTS[phase.fingerprint].centre,
+        centre=fingerprints.is_centred(phase.fingerprint),
     )
     if phase.clusters == "oracle":
         clustering = cluster.oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)

@@ -16,9 +16,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from atlas_fl.config import Config, config_hash, differences, load_config, methods, presets
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import LARGEST, from_words, to_words
+from atlas_fl.data.clients import group_by, whole_of
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
@@ -118,7 +121,7 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
     summary = read_summary(run)
     config = load_config(folder.config, within=folder.path)
     scores = _scores_of_summary(summary, score, run)
-    if score == "final" and folder.resampled.is_file():
+    if score == "final" and folder.resampled.is_file() and len(scores.scores) == len(summary["clients"]):
         digests.check_files(folder, folder.resampled)
         draws = tensors.read_tensors(folder.resampled, within=folder.path)
         scores = replace(scores, resampled={name: values.numpy() for name, values in draws.items()})
@@ -130,17 +133,20 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
 def _scores_of_summary(summary: Mapping[str, Any], score: str, run: Path | str) -> RunScores:
     clients = summary["clients"]
     try:
-        scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
+        parts = group_by(clients, whole_of)
+        tests = {name: _mean_test([clients[part][score]["test"] for part in own]) for name, own in parts.items()}
+        scores = {name: float(test["primary"]) for name, test in tests.items()}
     except KeyError as error:
         raise DataError(f"run {run} has no test score of every client ({error}); run it again") from None
     needed = [entry.get("predicted", {}).get("memory_bytes") for entry in clients.values()]
+    is_whole = len(tests) == len(clients)
     return RunScores(
         seed=int(summary["run"]["seed"]),
-        tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
+        tasks={name: str(clients[own[0]].get("task", "")) for name, own in parts.items()},
         scores=scores,
-        loss=_mean_of(clients, score, "loss"),
-        calibration_error=_mean_of(clients, score, "ece"),
-        gain_over_majority=summary["overall"][score]["test"].get("gain_over_majority"),
+        loss=_mean_of(tests, "loss"),
+        calibration_error=_mean_of(tests, "ece"),
+        gain_over_majority=summary["overall"][score]["test"].get("gain_over_majority") if is_whole else None,
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
         client_steps=summary.get("steps"),
@@ -148,11 +154,19 @@ def _scores_of_summary(summary: Mapping[str, Any], score: str, run: Path | str) 
     )
 
 
-def _mean_of(clients: Mapping[str, Any], score: str, metric: str) -> float | None:
+def _mean_test(tests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The test scores of a client; of one in parts the means over the examples of all."""
+    if len(tests) == 1:
+        return tests[0]
+    examples = [test["examples"] for test in tests]
+    numbers = [name for name in tests[0] if all(type(test.get(name)) in (int, float) for test in tests)]
+    return {name: np.average([test[name] for test in tests], weights=examples).item() for name in numbers}
+
+
+def _mean_of(tests: Mapping[str, Mapping[str, Any]], metric: str) -> float | None:
     """The mean of a metric of the test scores over clients; None where one has none, or means another thing by it."""
-    tests = [entry[score]["test"] for entry in clients.values()]
-    kinds = {next((name for name in ("mcc", "perplexity") if name in test), "") for test in tests}
-    values = [test.get(metric) for test in tests]
+    kinds = {next((name for name in ("mcc", "perplexity") if name in test), "") for test in tests.values()}
+    values: list[Any] = [test.get(metric) for test in tests.values()]
     return None if None in values or len(kinds) > 1 else sum(values) / len(values)
 
 

@@ -297,7 +297,7 @@ SITES: Columns = {
     **{name: SCORES[name] for name in ("majority", "final", "best")},
     "over alone": lambda group: plain(fmean(group["gains"]) if group["gains"] else None, sign=True),
 }
-SITES_NOTE = "means over the clients of a site, which are one for each of its tasks, on one device"
+SITES_NOTE = "means over the clients of a site, one for each of its tasks or parts, on one device"
 LEGEND = (
     "best: test score of each client's best round by validation; 90%: first round with 90% of the last validation "
     "score; spread: standard deviation over clients"

@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from atlas_fl.client.embeddings import embed
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, config_hash, load_config
 from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.chat import last_answer
+from atlas_fl.data.client_parts import cut_client
 from atlas_fl.data.clients import ClientData, client_names, group_by, make_clients, site_client, site_of, task_of_client
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
@@ -243,6 +245,7 @@ def assemble(
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
     dealt = find_devices(config.data.devices, config.data.device) if devices is None else devices
+    is_cut = clients is None and config.data.client_parts > 1
     clients = load_clients(config) if clients is None else clients
     tasks = [client.task for client in clients]
     trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
@@ -253,8 +256,8 @@ def assemble(
     default_device = pick_device(config.run.accelerator, precision=precision)
     if backbone is None:
         backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
+    how: dict[str, Any] = {"trainable": trainable, "preferences": config.training.dpo_beta is not None}
     if tokens is None:
-        how: dict[str, Any] = {"trainable": trainable, "preferences": config.training.dpo_beta is not None}
         tokens = {client.name: tokenise(client, backbone, config.data, **how) for client in clients}
     site = Site(
         backbone=backbone,
@@ -276,14 +279,28 @@ def assemble(
     max_tokens = pack_tokens(config, shape, cuda=default_device == "cuda")
     if modules is None:
         max_tokens = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES)
+    site = replace(site, max_tokens=max_tokens)
+    if is_cut:
+        clients = _cut_clients(clients, site, count=config.data.client_parts, seed=config.run.seed)
+        site = replace(site, data={part.name: tokenise(part, backbone, config.data, **how) for part in clients})
     return Assembly(
         config=config,
         clients=clients,
         devices=_deal_devices(dealt, clients) if devices is None else devices,
-        site=replace(site, max_tokens=max_tokens),
+        site=site,
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
     )
+
+
+def _cut_clients(clients: Sequence[ClientData], site: Site, *, count: int, seed: int) -> tuple[ClientData, ...]:
+    """The parts of these clients, in their order."""
+    parts: list[ClientData] = []
+    for client in clients:
+        splits = site.data[client.name].splits.items()
+        embeddings = {split: embed(examples, site).numpy() for split, examples in splits}
+        parts += cut_client(client, embeddings, count=count, seed=seed)
+    return tuple(parts)
 
 
 def _deal_devices(devices: Sequence[Device], clients: Sequence[ClientData]) -> tuple[Device, ...]:
