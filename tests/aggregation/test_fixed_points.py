@@ -54,7 +54,7 @@ def test_rounds_end_at_the_optimum_by_examples(name: str, max_share: float) -> N
     method = find_method(row.rule if row else name, **values)
     parts = parts_of(method, values)
     corrects = name == "feddyn" or any(isinstance(part, ControlVariates) for part in parts)
-    assert corrects is (name in ("scaffold", "feddyn"))
+    assert corrects is (name in ("scaffold", "ilora", "feddyn"))
     fed, controls = federation_of("ab", weights=list(EXAMPLES.values())), {}
     models = {name: {"w": torch.zeros(1)} for name in "ab"}
     state = method.init(models)

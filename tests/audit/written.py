@@ -183,6 +183,9 @@ def write_run(
     state = strategy.init(start)
     if strategy.name == "fedavg_cluster_routed":
         start, state = strategy.begin(start, federation())
+    if strategy.name == "fedavg_by_qr":
+        weights = {module: torch.randn(D_OUT, D_IN, generator=draw) for module in LAYER_OF}
+        start, state = strategy.begin_in_weights(start, federation(), weights.__getitem__)
     write_models(path / "audit" / "round-0000", "start", start)
     write_state(path / "audit" / "round-0000", state)
     for round in range(1, ROUNDS + 1):

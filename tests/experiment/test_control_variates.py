@@ -17,7 +17,8 @@ def test_corrections_by_hand():
         "a": {"q.lora_A": torch.tensor([3.0]), "head.w": torch.tensor([2.0])},
         "c": {"q.lora_A": torch.tensor([9.0]), "head.w": torch.tensor([5.0])},
     }
-    made = corrections(controls, TASKS, ["a", "b", "c"], shares_by_group(TASKS, {"a": 10, "b": 10, "c": 20}))
+    models = dict.fromkeys("abc", controls["a"])
+    made = corrections(controls, TASKS, models, shares_by_group(TASKS, {"a": 10, "b": 10, "c": 20}))
     assert {name: {key: value.item() for key, value in one.items()} for name, one in made.items()} == {
         "a": {"q.lora_A": 2.25, "head.w": -1.0},
         "b": {"q.lora_A": 5.25, "head.w": 1.0},
@@ -27,11 +28,25 @@ def test_corrections_by_hand():
 
 
 def test_nobody_is_corrected_before_there_are_controls():
-    assert corrections({}, TASKS, ["a"], {}) == {}
+    assert corrections({}, TASKS, {"a": {}}, {}) == {}
+
+
+def test_corrections_of_mixed_ranks_by_hand():
+    """c of A is (2 + 3 * 6) / 4 = 5 in the first row, and 3 * 8 / 4 = 6 in the second, which a has not."""
+    controls = {"a": {"q.lora_A": torch.tensor([[2.0]])}, "c": {"q.lora_A": torch.tensor([[6.0], [8.0]])}}
+    controls["a"]["q.lora_B"], controls["c"]["q.lora_B"] = torch.tensor([[4.0]]), torch.tensor([[0.0, 4.0]])
+    models = {**controls, "b": {"q.lora_A": torch.zeros(3, 1), "q.lora_B": torch.zeros(1, 3)}}
+    made = corrections(controls, TASKS, models, {"": {"a": 0.25, "b": 0.0, "c": 0.75}})
+    assert {name: [one[key].flatten().tolist() for key in ("q.lora_A", "q.lora_B")] for name, one in made.items()} == {
+        "a": [[3.0], [-3.0]],
+        "b": [[5.0, 6.0, 0.0], [1.0, 3.0, 0.0]],
+        "c": [[-1.0, -2.0], [1.0, -1.0]],
+    }
 
 
 def test_who_is_alone_is_not_corrected():
-    made = corrections({"a": {"w": torch.tensor([0.1, 1e-7])}}, {"a": "movie"}, ["a"], {"": {"a": 1.0}})
+    controls = {"a": {"w": torch.tensor([0.1, 1e-7])}}
+    made = corrections(controls, {"a": "movie"}, controls, {"": {"a": 1.0}})
     assert made["a"]["w"].tolist() == [0.0, 0.0]
 
 
@@ -67,7 +82,8 @@ def train(start, target, correction, *, steps):
 def one_round(x, controls, *, corrected=True):
     """The mean of the models, and the controls, after both clients have trained."""
     shares = {"": dict.fromkeys(TARGETS, 1 / len(TARGETS))}
-    sent = corrections(controls, dict.fromkeys(TARGETS, "t"), list(TARGETS), shares) if corrected else {}
+    models = {name: {"w": x} for name in TARGETS}
+    sent = corrections(controls, dict.fromkeys(TARGETS, "t"), models, shares) if corrected else {}
     done = {name: train(x, own, sent.get(name, {}), steps=STEPS[name]) for name, own in TARGETS.items()}
     mean = torch.stack([model for model, _ in done.values()]).mean(0)
     return mean, {name: control for name, (_, control) in done.items()}

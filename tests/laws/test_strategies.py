@@ -210,7 +210,8 @@ AS_FEDAVG = {
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
     **dict.fromkeys(
-        ("fedavg_stacked", "fedavg_with_residual", "fedavg_with_rest", "fedavg_by_norm", *AS_FEDIT), KEYS[2:]
+        ("fedavg_stacked", "fedavg_with_residual", "fedavg_with_rest", "fedavg_by_qr", "fedavg_by_norm", *AS_FEDIT),
+        KEYS[2:],
     ),
     "fedavg_rotated": KEYS[2:],
     # the clusters here are the tasks

@@ -31,6 +31,7 @@ NOT_LOCAL_ALONE = {
     **dict.fromkeys(("apfl", "ditto", "feddpa"), "scores are of a second model, beside the one that is mixed"),
     **dict.fromkeys(("fedsb", "ravan"), "what trains stands between factors that local training does not have"),
     **dict.fromkeys(("fedalt", "fedalt_fixed"), "the adapter stands beside a frozen one, of nobody else"),
+    "ilora": "the adapter begins in the frozen weights, and a round turns it",
     "hilora": "the client trains another adapter from level to level",
 }
 """Methods that are something else than local training where a client is alone, each with its reason."""

@@ -34,6 +34,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "fedsb": {**SOME, "ranks": "4"},
     "ravan": {**SOME, "ranks": "4"},
     "fedlease_router": {**SMALL, "ranks": "4", "rounds": 3},
+    "ilora": {**SOME, "devices": ("cpu_2gb", "workstation"), "adapter_bytes": 8_000, "rounds": 3},
     "hilora": {**SMALL, "ranks": "4", "rounds": 4, "personal_rounds": 1, "participation": 0.75},
     "fedtreelora_outside": {**SMALL, "ranks": "4", "rounds": 3, "tree_threshold": 0},
     "fedpac": SMALL,

@@ -167,6 +167,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_dynamic": {"space": "factors", "ranks": "4", "proximal_mu": 0.1},
     # the last of its rounds waits for everyone, and the second for three
     "fedavg_by_arrival": {"space": "factors", "ranks": "4", "participation": 1, "buffer": 3, "rounds": 3},
+    "fedavg_by_qr": {"space": "factors"},
     "fedavg_by_rank": {"space": "product"},
     "fedavg_by_rank_one": {"space": "factors"},
     "fedavg_cluster_routed": {"space": "factors", "ranks": "4"},

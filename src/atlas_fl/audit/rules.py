@@ -36,6 +36,7 @@ RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
     **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), server_steps.ByRankOne()),
     **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), server_steps.Cores()),
+    **dict.fromkeys(("fedavg_by_qr", "ilora"), server_steps.Directions()),
     "median": server_steps.Middle(reduction=averages.median),
     "trimmed_mean": server_steps.Middle(reduction=averages.trimmed_mean),
     "krum": Mean(within="settings", shares=averages.by_krum),

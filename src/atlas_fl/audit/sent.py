@@ -41,7 +41,8 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
     training, formula = run.settings.training, rules.formula_of(run)
     if training.control_variates:
         controls, bound = run.models_if_any(round - 1, "control"), run.settings.robust.max_share
-        yield "corrected", "correction", partial(_control_correction, plan, controls, bound)
+        started = run.models_if_any(round - 1, "start")
+        yield "corrected", "correction", partial(_control_correction, plan, controls, started, bound)
     if (correction := formula.correction) is not None:
         values = dense.arrays(state)
         yield "corrected", "correction", lambda k: (correction(run, plan.clients[k], values), {})
@@ -49,8 +50,13 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
         yield "aligned", "centroids", lambda k: (class_features.class_means(plan, k, state), {})
 
 
-def _control_correction(plan: AuditPlan, controls: Models, bound: float, k: int) -> tuple[step.Values, step.Values]:
-    """SCAFFOLD: the mean by examples of the controls that client k meets, less its own; and that mean."""
+def _control_correction(
+    plan: AuditPlan, controls: Models, started: Models, bound: float, k: int
+) -> tuple[step.Values, step.Values]:
+    """SCAFFOLD: the mean by examples of the controls that client k meets, less its own; and that mean.
+
+    Both have the rows of the client's model: the control of a client without some of them is zero there.
+    """
     wanted: dict[str, np.ndarray] = {}
     sums: dict[str, np.ndarray] = {}
     own = controls.get(plan.clients[k], {})
@@ -59,7 +65,10 @@ def _control_correction(plan: AuditPlan, controls: Models, bound: float, k: int)
         shares = dense.bound_weights([plan.examples[other] for other in met], bound)
         known = [(share, controls.get(plan.clients[other], {})) for share, other in zip(shares, met, strict=True)]
         if values := [share * dense.numbers(control[key]) for share, control in known if key in control]:
-            sums[key] = np.asarray(sum(values))
+            sums[key] = np.zeros(tuple(started[plan.clients[k]][key].shape))
+            for value in values:
+                there = tuple(map(slice, map(min, value.shape, sums[key].shape)))
+                sums[key][there] += value[there]
             wanted[key] = sums[key] - (dense.numbers(own[key]) if key in own else 0.0)
     return wanted, sums
 

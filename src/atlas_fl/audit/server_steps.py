@@ -11,6 +11,7 @@
     FedEx-LoRA          newest = sum_k w_k s B_k A_k - s Bbar Abar     adapters: Abar, Bbar
     FedMomentum         newest = U[:, r:] S[r:] V^T[r:] of the sum     adapters: U[:, :r] S[:r] V^T[:r]
     Fed-SB, RAVAN       means of R, or of all s_i H_i; Fed-SB's factors by the singular vectors of sign(G)
+    ILoRA               B: Gram-Schmidt of the sum's first columns                      s A: B^T times the sum
     Fed-PLoRA           row j of A, column j of s B: the mean over the clients that trained module j
 
 Of FLoRA, FedEx-LoRA and FedMomentum the frozen part is that of before and the newest. Which factors the server has
@@ -386,6 +387,56 @@ class ExactAverage(OfAll):
             )
             total = total - step.plan.scale(len(a)) * (b @ a)
         return total, max(float(np.abs(product).max(initial=0.0)) for product in products)
+
+
+class Directions(Averaging):
+    """ILoRA: of the average of the products the orthonormal directions of its first columns, as many as the rank."""
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """The adapters that clients begin with; the frozen weights, whose directions they are, are not in a folder."""
+        del run
+        return {
+            f"start/{client}/{key}": numbers(one)
+            for client, params in models.items()
+            for key, one in params.items()
+            if key.endswith((LORA_A, LORA_B)) and one.numel()
+        }
+
+    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+        """Minus the update that the client began with."""
+        del plan
+        start = f"start/{client}/"
+        own = {path.removeprefix(start): one for path, one in state.items() if path.startswith(start)}
+        return {key: torch.neg(one) if key.endswith(LORA_B) else one for key, one in own.items()}
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The directions, or what the average has along them; the mean of heads."""
+        members = step.mates(k, key)
+        if not _steps(step, members, key):
+            return None
+        there = step.there(members)
+        if not key.endswith((LORA_A, LORA_B)):
+            return mean_of(step, step.trained, there, key)
+        module, params = key.rpartition(".")[0], step.trained[step.plan.clients[k]]
+        models = [step.trained[step.plan.clients[one]] for one in there]
+        total, size = weighted(step.shares(there), [update(step.plan, one, module) for one in models])
+        rank = len(params[module + LORA_A])
+        directions = step.once(("directions", module, rank), lambda: _gram_schmidt(total, rank))
+        if key.endswith(LORA_B):
+            return directions, 1.0
+        return directions.T @ total / step.plan.scale(rank), size
+
+
+def _gram_schmidt(matrix: np.ndarray, count: int) -> np.ndarray:
+    """Orthonormal columns (d_out, count) that span the first columns of a matrix, up to one that adds nothing."""
+    columns, least = np.zeros((len(matrix), 0)), 1e-6 * float(np.linalg.norm(matrix))
+    for column in matrix.T[:count]:
+        rest = column - columns @ (columns.T @ column)
+        if np.linalg.norm(rest) <= least:
+            break
+        rest = rest - columns @ (columns.T @ rest)  # the rounding of the first time
+        columns = np.column_stack([columns, rest / np.linalg.norm(rest)])
+    return _completed(columns, count)
 
 
 def dense_updates(step: Step, state: Flat) -> dict[str, np.ndarray]:

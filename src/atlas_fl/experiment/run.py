@@ -30,6 +30,7 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
+from atlas_fl.models.lora import frozen_weight
 from atlas_fl.params import plain_tensors
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import cuts_of, plan_run
@@ -249,7 +250,8 @@ def _load_or_plan(
     recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
-    begun, server_state = strategy.begin(planned.initial_models, planned.plan.federation())
+    weights = partial(frozen_weight, assembly.site.modules)
+    begun, server_state = strategy.begin_in_weights(planned.initial_models, planned.plan.federation(), weights)
     models = dict(begun)
     strategy.check(models, planned.plan.federation())
     state = FederationState(round=0, server_models=models, server_state=server_state, client_models=models)

@@ -297,7 +297,7 @@ class RoundRecord:
 
     def _frozen_rows(self, name: str, part: Params) -> list[LedgerRow]:
         """The row of a part that everyone holds frozen: who took part gets what the round added, others the whole."""
-        return [self._row(name, "down", "frozen", encoded_size(part))] if part else []
+        return [self._row(name, "down", "frozen", encoded_size(part))] if part and not self.method.makes_frozen else []
 
     def outdated_after(self) -> frozenset[str]:
         """Clients that have not received their newest model after the round, because they did not take part."""

@@ -103,13 +103,13 @@ def factors_of(module: str, gradient: Tensor, rank: int, *, eta: float) -> dict[
     core = torch.zeros(1, rank, rank)
     core[0, :num_kept, :num_kept] = values[:num_kept].diag()
     return {
-        module + LORA_A: _completed((signs[:, None] * right).T, rank).T.contiguous(),
-        module + LORA_B: _completed(left[:, :num_kept] * signs, rank),
+        module + LORA_A: completed((signs[:, None] * right).T, rank).T.contiguous(),
+        module + LORA_B: completed(left[:, :num_kept] * signs, rank),
         module + LORA_CORE: core,
     }
 
 
-def _completed(basis: Tensor, rank: int) -> Tensor:
+def completed(basis: Tensor, rank: int) -> Tensor:
     """(d, rank): these orthonormal columns, then what is left of the unit vectors; zeros beyond d."""
     d, num_kept = basis.shape
     units = torch.eye(d, min(rank, d) - num_kept, dtype=basis.dtype)

@@ -251,6 +251,8 @@ class Method(Part):
     """The server moves what does not train, so that it goes down and does not come up."""
     holds_frozen: ClassVar[bool] = False
     """Clients hold a frozen part beside their adapters (`frozen_part`)."""
+    makes_frozen: ClassVar[bool] = False
+    """Clients make that part themselves, so that nobody is sent any."""
     begins_again: ClassVar[bool] = False
     """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
     needs_classes: ClassVar[bool] = False
@@ -306,6 +308,13 @@ class Method(Part):
         """The models that clients begin round one with, from those that were drawn or warmed up; the server state."""
         del federation
         return client_models, self.init(client_models)
+
+    def begin_in_weights(
+        self, client_models: ByClient, federation: Federation, weights: Callable[[str], Tensor]
+    ) -> tuple[ByClient, ServerState]:
+        """The same for a method that reads frozen weights, (d_out, d_in) float32 of a module by its name."""
+        del weights
+        return self.begin(client_models, federation)
 
     def init(self, client_models: ByClient) -> ServerState:
         """The server state before round one, from the models that the clients start with."""

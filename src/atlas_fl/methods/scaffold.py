@@ -15,7 +15,7 @@ A client measures c_k while it trains (`client.optimizer.GradientMean`) and adds
 (`client.optimizer.gradient_chain`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ class ControlVariates(Part):
         if round.is_personal:
             return {}
         shares = shares_by_group(round.tasks, round.examples, max_share=self.options.max_share)
-        return {"correction": corrections(round.of("control"), round.tasks, round.clients, shares)}
+        models = {name: round.client_models[name] for name in round.clients}
+        return {"correction": corrections(round.of("control"), round.tasks, models, shares)}
 
 
 def shares_by_group(
@@ -50,22 +51,28 @@ def shares_by_group(
 
 
 def corrections(
-    controls: ByClient, tasks: Mapping[str, str], clients: Collection[str], shares: Mapping[str, Mapping[str, float]]
+    controls: ByClient, tasks: Mapping[str, str], models: ByClient, shares: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Params]:
-    """c - c_k of these clients, float32 by parameter; empty before anybody has a control.
+    """c - c_k of the clients with these models, float32 by parameter; empty before anybody has a control.
 
-    `tasks` are those of all clients of the run, by name.
+    `tasks` are those of all clients of the run, by name. Of a client of lower rank it has the rows that this one has.
     """
     means = _means(controls, tasks, shares)
     return {
         name: {
-            key: (mean - controls.get(name, {}).get(key, torch.zeros(()))).float()
+            key: (_resized(mean, params[key].shape) - controls.get(name, {}).get(key, torch.zeros(()))).float()
             for (key, group), mean in means.items()
             if group in ("", tasks[name])
         }
-        for name in clients
+        for name, params in models.items()
         if means
     }
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor cut to this shape, and zero where it is smaller."""
+    more = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
+    return torch.nn.functional.pad(tensor, [amount for sides in reversed(more) for amount in sides])
 
 
 def _means(
@@ -76,5 +83,7 @@ def _means(
     for name in sorted(controls):
         for key, value in controls[name].items():
             task = tasks[name] if key.startswith(HEAD) else ""
-            means[key, task] = means.get((key, task), torch.zeros(())) + shares[task][name] * value.double()
+            mean = means.get((key, task), torch.zeros_like(value, dtype=torch.float64))
+            largest = torch.Size(map(max, zip(mean.shape, value.shape)))
+            means[key, task] = _resized(mean, largest) + shares[task][name] * _resized(value.double(), largest)
     return means

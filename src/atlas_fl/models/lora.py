@@ -356,6 +356,12 @@ def merged_weight(
     return stored + (update if isinstance(module, nn.Linear) else update.T)
 
 
+def frozen_weight(modules: Mapping[str, nn.Module], name: str) -> Tensor:
+    """The weight of one of these layers, (d_out, d_in) float32 on the CPU."""
+    stored = dense(modules[name].get_parameter("weight").detach(), torch.float32).cpu()
+    return stored if isinstance(modules[name], nn.Linear) else stored.T
+
+
 def init_adapters(dims: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], *, seed: int) -> dict[str, Tensor]:
     """Fresh factors of every module: A uniform as in PEFT, B zero.
 
