@@ -46,35 +46,22 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
     if assembly.config.split.topology == "server":
         return tuple(clients)
     matches = _match_hosts(assembly, clients, {client.name for client in clients})
-    assigned = []
-    for client in clients:
-        split = {**client.split}
-        if client.name in matches:
-            split["host"] = {"name": matches[client.name].host, "reason": matches[client.name].reason}
-        assigned.append(replace(client, split=split))
-    return tuple(assigned)
+    hosts = {name: {"host": {"name": match.host, "reason": match.reason}} for name, match in matches.items()}
+    return tuple(replace(client, split={**client.split, **hosts.get(client.name, {})}) for client in clients)
 
 
 def _match_hosts(
     assembly: Assembly, clients: Sequence[ClientPlan], present: Collection[str]
 ) -> dict[str, host_matching.HostMatch]:
     """Match the clients of these names."""
-    guests, hosts = _hosting_requirements(assembly, clients)
-    return host_matching.match_hosts(
-        [requirement for requirement in guests if requirement.name in present],
-        [requirement for requirement in hosts if requirement.name in present],
-    )
-
-
-def _hosting_requirements(
-    assembly: Assembly, clients: Sequence[ClientPlan]
-) -> tuple[list[host_matching.GuestRequirement], list[host_matching.HostCapacity]]:
     planned_devices = list(zip(clients, assembly.devices, strict=True))
     tasks = {planned.name: planned.task for planned in clients}
     host_devices = {planned.name: device for planned, device in planned_devices if planned.cut is None}
     guests: list[host_matching.GuestRequirement] = []
     hosts: list[host_matching.HostCapacity] = []
     for client, (planned, device) in zip(assembly.clients, planned_devices, strict=True):
+        if planned.name not in present:
+            continue
         cut = cut_of(assembly.config, planned.cut)
         if cut is None:
             free_bytes = planned.memory["total"] - int(planned.predicted["memory_bytes"])
@@ -103,4 +90,4 @@ def _hosting_requirements(
                 costs=costs,
             )
         )
-    return guests, hosts
+    return host_matching.match_hosts(guests, hosts)
