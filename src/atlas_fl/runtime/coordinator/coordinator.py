@@ -123,20 +123,15 @@ class ClientManager:
             return await self._confirm_saved(client, head)
         elif client.metadata is None:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
-        return await self._answer_registered(client, head, tensors) or await self._next_message(client)
-
-    async def _answer_registered(
-        self, client: ClientProxy, head: Mapping[str, Any], tensors: Params
-    ) -> tuple[Head, Params] | None:
-        """The answer to this request of a registered client; None where it is the next message."""
-        kind = head.get("kind")
-        if kind == "cut":
-            return await self._answer_cut_request(client, head, tensors)
-        if kind in ("result", "failed"):
+        elif kind == "cut":
+            answer = await self._answer_cut_request(client, head, tensors)
+            if answer is not None:
+                return answer
+        elif kind in ("result", "failed"):
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
-        return None
+        return await self._next_message(client)
 
     async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
         """The next message to this client, as soon as there is one: a job or shutdown."""
