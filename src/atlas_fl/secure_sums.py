@@ -23,7 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from hashlib import sha256
 from typing import NamedTuple, TypeAlias
 
@@ -404,9 +404,7 @@ def open_sum(
     keys of `masked` the survivors, and `revealed` has by client what it revealed about each other one. Raises
     ProtocolError where secrets do not fit.
     """
-    total = np.zeros_like(next(iter(masked.values())))
-    for one in masked.values():
-        total += one
+    total = reduce(np.add, masked.values())
     names = sorted(commits)
     shares = {terms.clients.index(by) + 1: [told[name] for name in sealed] for by, told in revealed.items()}
     for name, secret in zip(sealed, join_secrets(shares, threshold=terms.threshold), strict=True):
