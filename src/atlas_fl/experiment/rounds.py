@@ -357,7 +357,6 @@ def one_round(
         if start.aggregates and outcome.scores
         else None,
         cut_traffic=sum_cut_traffic(updates),
-        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
         hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
         client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
         mask=planned.mask,

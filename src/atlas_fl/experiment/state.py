@@ -157,8 +157,6 @@ class RoundRecord:
     """Change of the distances between clients by the server's step, in a round with evaluation."""
     cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """By client with a cut, the bytes of all messages through it in training, refused or not."""
-    evaluation_cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
-    """The same in evaluation."""
     hosting: HostAssignment = field(default_factory=HostAssignment)
     """Which clients computed the server halves of which others, where the server did not."""
     client_side_names: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -250,8 +248,8 @@ class RoundRecord:
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
-        phases = ((self.cut_traffic, self.hosting.training), (self.evaluation_cut_traffic, self.hosting.evaluation))
-        for traffic, pairs in phases:
+        evaluated = sum_cut_traffic(self.outcome.evaluations)
+        for traffic, pairs in ((self.cut_traffic, self.hosting.training), (evaluated, self.hosting.evaluation)):
             for name, sizes in traffic.items():
                 peer = (pairs[name].host if name in pairs else None) or ""
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
