@@ -228,17 +228,12 @@ def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> lis
     >>> pareto_front({"a": 0, "b": 5, "c": 5, "d": 9}, {"a": 0.5, "b": 0.7, "c": 0.6, "d": 0.7})
     ['a', 'b']
     """
-    front = [
-        name
-        for name in costs
-        if not any(
-            costs[other] <= costs[name]
-            and scores[other] >= scores[name]
-            and (costs[other] < costs[name] or scores[other] > scores[name])
-            for other in costs
-        )
-    ]
-    return sorted(front, key=lambda name: costs[name])
+    points = {name: (cost, -scores[name]) for name, cost in costs.items()}
+    front: list[str] = []
+    for name in sorted(points, key=lambda name: points[name]):
+        if not front or scores[name] > scores[front[-1]] or points[name] == points[front[-1]]:
+            front.append(name)
+    return front
 
 
 def _common(groups: Mapping[str, Sequence[RunScores]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
