@@ -556,9 +556,7 @@ def _read_images(
         for part, folder in splits
     }
     pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
-    dealt: dict[str, dict[str, Images]] = {}
-    for (client, split), images in _stack_images(members, pixels).items():
-        dealt.setdefault(client, {})[split] = images
+    dealt = _stack_images(members, pixels)
     if dealing.client is not None:
         return own_clients.arrange_clients(dealt, dealing, name=name, validation_share=validation_share)
     return cleaning.arrange(
@@ -568,8 +566,8 @@ def _read_images(
 
 def _stack_images(
     members: Mapping[Part, Sequence[tuple[Path, int]]], pixels: Mapping[Path, Pixels]
-) -> dict[Part, Images]:
-    """The splits of clients as `Images`: all grey or, where one has colours, all in three channels."""
+) -> dict[str, dict[str, Images]]:
+    """The splits of each client as `Images`: all grey or, where one has colours, all in three channels."""
     first = next(iter(pixels))
     height, width = pixels[first].shape[:2]
     for file, image in pixels.items():
@@ -579,12 +577,13 @@ def _stack_images(
                 f" {image.shape[1]} x {image.shape[0]}; add size={min(height, width)} to the task to bring them to one"
             )
     shape = (height, width, max(image.shape[2] for image in pixels.values()))
-    stacked = {}
-    for part, images in members.items():
+    stacked: dict[str, dict[str, Images]] = {}
+    for (client, split), images in members.items():
         array = np.empty((len(images), *shape), dtype=np.uint8)
         for index, (file, _) in enumerate(images):
             array[index] = pixels[file]  # a grey image becomes three equal channels
-        stacked[part] = Images(pixels=array, label=np.asarray([label for _, label in images], dtype=np.int64))
+        labels = np.asarray([label for _, label in images], dtype=np.int64)
+        stacked.setdefault(client, {})[split] = Images(pixels=array, label=labels)
     return stacked
 
 
