@@ -202,15 +202,17 @@ class JobPolicy:
         action, job, cut_info = messages.read_job(head, {}, client=self.client)
         cut = job.cut
         if cut is not None:
-            self._check_way(cut)
+            if not 1 <= cut.blocks < self.outline.blocks:
+                raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
+            _check_same("a cut", cut, cut_of(self.config, cut.blocks))
         blocks = 0 if cut is None else cut.blocks
         agreed = self._trained_cut if self._word == AUTO else 0 if self._word == NONE else int(self._word)
         if agreed not in (None, blocks):
             since = ", where this site was first trained" if self._word == AUTO else ""
             raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
         self._check_action(action, job)
-        if job.cut is not None and cut_info is not None:
-            self._check_cut_info(action, job, cut_info, job.cut)
+        if cut is not None and cut_info is not None:
+            self._check_cut_info(action, job, cut_info, cut)
         private = self.check_private(head)
         if self.outline.whole:
             self._check_whole(action, job, head)
@@ -336,12 +338,6 @@ class JobPolicy:
     @property
     def _word(self) -> str:
         return cut_setting(self.config.split.split, client=self.client, task=self.metadata.task, device=self.device)
-
-    def _check_way(self, cut: Cut) -> None:
-        """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
-        if not 1 <= cut.blocks < self.outline.blocks:
-            raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
-        _check_same("a cut", cut, cut_of(self.config, cut.blocks))
 
     def _check_cut_info(self, action: str, job: Job, cut_info: messages.CutInfo, cut: Cut) -> None:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
