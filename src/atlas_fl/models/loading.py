@@ -105,7 +105,10 @@ def load_backbone(
         loaded = loaded.requires_grad_(False).eval()
         backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family, held=held)
         if weights is None:
-            _compute_once(backbone)
+            # settings that do not fit each other show here, and not in the first round
+            tokens = torch.zeros(2, dtype=torch.int64)
+            with torch.no_grad():
+                backbone_features(backbone, tokens, tokens, make_layout([2]))
     loaded.to(device)
     if writes:
         backbone = replace(backbone, vocabulary=loaded.get_output_embeddings().weight)
@@ -145,19 +148,12 @@ def _load_stock_backbone(
 
 
 def _compute_stock_once(backbone: Backbone, *, writes: bool) -> None:
-    """Let the model read two texts of different lengths, as `_compute_once` does."""
+    """Let the model read two texts of different lengths: what does not fit shows here, and not in the first round."""
     lengths = [len(ids) for ids in backbone.tokenizer([".", ". . ."], verbose=False)["input_ids"]]
     ids = torch.tensor([token for ids in backbone.tokenizer([".", ". . ."])["input_ids"] for token in ids])
     ends = torch.tensor(lengths).cumsum(0) - 1
     with torch.no_grad():
         stock_outputs(backbone, ids, torch.zeros_like(ids), lengths, targets=ends if writes else None)
-
-
-def _compute_once(backbone: Backbone) -> None:
-    """Let the model read two tokens: settings that do not fit each other show here, and not in the first round."""
-    tokens = torch.zeros(2, dtype=torch.int64)
-    with torch.no_grad():
-        backbone_features(backbone, tokens, tokens, make_layout([2]))
 
 
 def load_stock(
