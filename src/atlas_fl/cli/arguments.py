@@ -119,11 +119,6 @@ def name_of(argument: Setting) -> str:
     return f"{argument.flag} {argument.metavar}".strip()
 
 
-def is_required(argument: Setting) -> bool:
-    """Return true for one that the command cannot do without."""
-    return argument.default is MISSING
-
-
 def spellings(argument: Setting) -> list[str]:
     """The flags that set it."""
     return [argument.flag, f"--no-{argument.flag[2:]}"] if argument.kind is bool else [argument.flag]
@@ -135,7 +130,7 @@ def text_of(argument: Setting) -> str:
     if argument.kind is bool:
         default = "default: on" if argument.default else ""
     elif argument.default is MISSING:
-        default = "required" if is_required(argument) else ""
+        default = "required"
     else:
         words = [] if argument.default in (None, ()) else to_words(argument.default)
         default = (SPACE if len(words) < 3 else " ").join(["default:", *words]) if words else ""
@@ -164,7 +159,7 @@ def help_page(options: type[Any], *, command: str, config: Config | None = None,
     own = option_arguments(options)
     words = [argument for argument in own if not argument.flag]
     flags = [argument for argument in own if argument.flag]
-    required = [name_of(argument) for argument in flags if is_required(argument)]
+    required = [name_of(argument) for argument in flags if argument.default is MISSING]
     positional = [a.metavar if a.default is MISSING else f"[{a.metavar}]" for a in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
@@ -349,7 +344,7 @@ def _read(groups: Sequence[Words], declared: Sequence[Setting]) -> dict[str, Any
         if not named and "strategies" in {one.name for one in declared}:
             hint = f"; name what is compared with --strategies {' '.join(words)}"
         raise ValueError(f"unexpected words: {' '.join(words)}{hint}")
-    if missing := [name_of(one) for one in declared if is_required(one) and one.name not in values]:
+    if missing := [name_of(one) for one in declared if one.default is MISSING and one.name not in values]:
         raise ValueError(f"missing: {', '.join(missing)}")
     return values
 
