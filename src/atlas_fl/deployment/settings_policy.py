@@ -18,7 +18,7 @@ from atlas_fl.config import Config, config_hash, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, DataConfig, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
-from atlas_fl.data.task import Labels, Task
+from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import described_task, with_labels, with_task_of
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
@@ -182,7 +182,10 @@ def _check_examples(config: Config, consent: SiteChoices, client: ClientData) ->
         f"{many} and not {few}": more - fewer for (few, fewer), (many, more) in pairwise(ordered) if more > fewer
     }
     why = "what leaves this site would show single examples"
-    for what, count in {**subsets, **_behind_report(config, client.train.label), **differences}.items():
+    steps, method = config.images.local_steps, strategy_of(config)
+    most = None if steps is None else steps * config.training.batch_size
+    reported = {} if method.report == "none" else method.examples_behind(np.asarray(client.train.label), most=most)
+    for what, count in {**subsets, **reported, **differences}.items():
         least = consent.least_examples
         option = "--least-examples, or bring more data"
         _check(f"training examples behind {what}", count, least=least, why=why, option=option)
@@ -262,16 +265,6 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
         taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
         counts_by_use["a fingerprint"] = min(taken, 2 * passes * size)
     return counts_by_use
-
-
-def _behind_report(config: Config, labels: Labels) -> dict[str, int]:
-    """The same for the report that the rule asks for beside updates: a half, or the means of the smallest class."""
-    method = strategy_of(config)
-    if method.report == "none":
-        return {}
-    steps = config.images.local_steps
-    most = None if steps is None else steps * config.training.batch_size
-    return dict(method.examples_behind(np.asarray(labels), most=most))
 
 
 def takes_fingerprints(config: Config, task: Task) -> bool:
