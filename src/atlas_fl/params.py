@@ -180,10 +180,10 @@ def flatten_state(state: ServerState) -> dict[str, torch.Tensor]:
     flat: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         assert "/" not in name, f"{name} of a server state holds a slash"
-        if isinstance(value, torch.Tensor):
-            flat[name] = value
-        else:
+        if isinstance(value, Mapping):
             flat |= {f"{name}/{path}": tensor for path, tensor in flatten_state(value).items()}
+        else:
+            flat[name] = value
     return flat
 
 

@@ -18,7 +18,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers, RoundModels, StrategyOptions
 from atlas_fl.errors import AtlasError
 from atlas_fl.methods.method import Aggregated, Method, RoundStart, StepInputs
-from atlas_fl.params import HEAD, ByClient, Params, ServerState, digest
+from atlas_fl.params import HEAD, ByClient, Params, ServerState, digest, flatten_state
 
 CLIENTS = ("a", "b", "c", "d", "e")
 TASKS = ("movie", "movie", "trec", "trec", "movie")
@@ -265,22 +265,12 @@ def _newcomer(trial: Trial) -> str:
     return ""
 
 
-def _no_tensor(state: Mapping[str, object], path: str = "") -> str:
-    """The path of the first entry of a state that is neither a tensor nor a mapping; empty where there is none."""
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            if fault := _no_tensor(value, f"{path}{name}/"):
-                return fault
-        elif not isinstance(value, torch.Tensor):
-            return f"{path}{name}"
-    return ""
-
-
 def _remembers(trial: Trial) -> str:
     """The server state is tensors, and after a restart from them the next round has the same bits."""
     first = trial.step(trial.updates)
-    if wrong := _no_tensor(first.server_state):
-        return f"{wrong} of its state is no tensor; a state is nested mappings with tensors at their ends"
+    leaves = flatten_state(first.server_state)
+    if wrong := [path for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)]:
+        return f"{wrong[0]} of its state is no tensor; a state is nested mappings with tensors at their ends"
     again = trial.step(trial.updates)
     one, other = (
         trial.step(_some(trial), before=done.client_models, state=done.server_state) for done in (first, again)
