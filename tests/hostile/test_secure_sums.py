@@ -32,9 +32,6 @@ from tests.runs.reading import audited, passing_audit, rows, same_tensors, state
 FOUR = tuple(f"movie-{k}" for k in range(4))
 GIVEN = {"strategy": "fedit", "ranks": "4", "secure": True, "clients_per_task": 4, "rounds": 2, "max_share": 0.5}
 
-PARTLY = ("fedsa", "fedrep")
-"""Further methods that share a part of the model."""
-
 
 @pytest.fixture(scope="module")
 def usual(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
@@ -65,7 +62,8 @@ def test_sites_end_where_a_simulation_does(usual: Recording, shared_config: Call
     "strategy",
     [
         pytest.param("fedper", marks=pytest.mark.core),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in PARTLY),
+        pytest.param("fedrep", marks=pytest.mark.slow),
+        pytest.param("fedsa", marks=(pytest.mark.slow, pytest.mark.product)),
     ],
 )
 def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
@@ -95,9 +93,9 @@ def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
     [
         pytest.param("ditto", "by client/second", marks=pytest.mark.core),
         pytest.param("apfl", "by client/second", marks=pytest.mark.core),
-        pytest.param("feddpa", "by client/second", marks=pytest.mark.slow),
+        pytest.param("feddpa", "by client/second", marks=(pytest.mark.slow, pytest.mark.product)),
         pytest.param("mr_mtl", "start", marks=pytest.mark.slow),
-        pytest.param("fedavg_ft", "start", marks=pytest.mark.slow),
+        pytest.param("fedavg_ft", "start", marks=(pytest.mark.slow, pytest.mark.product)),
         pytest.param("fedbabu", "start", marks=(pytest.mark.slow, pytest.mark.product)),
     ],
 )

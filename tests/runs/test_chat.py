@@ -193,8 +193,8 @@ def test_sites_end_with_the_bits_of_one_file_of_conversations(
 @pytest.mark.skipif(not (embedded_dir() / "smollm2-135m").is_dir(), reason="`atlas fetch llm` brings SmolLM2")
 def test_smollm2_learns_two_tones_and_is_audited_and_asked(tmp_path: Path) -> None:
     few = {"clients_per_task": 2, "samples": 8, "validation_samples": 2, "test_samples": 2, "rouge_examples": 1}
-    quick = {"tasks": ("types_english", "types_json"), "rounds": 5, "clusters": "oracle", "strategy": "fedavg_cluster"}
-    quick |= {"batch_size": 4, "eval_every": 5, "fingerprint_batches": 2}
+    quick = {"tasks": ("types_english", "types_json"), "rounds": 4, "clusters": "oracle", "strategy": "fedavg_cluster"}
+    quick |= {"batch_size": 4, "eval_every": 4, "fingerprint_samples": 4}
     places = {"runs_dir": str(tmp_path), "name": "chat", "new_tokens": 4, "alone": "none", "audit": True}
     result = run_config(with_values(find_preset("chat"), {**few, **quick, **places}))
     passing_audit(result.folder)

@@ -7,6 +7,7 @@ import pytest
 from atlas_fl.experiment.run import resume_run, run_config
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.workers import run_in_threads
 
 FILTER = "update_filter"
 SMALL = {"strategy": "fedavg", "ranks": "4", "alone": "none", "rounds": 3, FILTER: ("topk=0.1", "quantise=8")}
@@ -44,6 +45,6 @@ def test_what_a_filter_takes_is_given_back_in_the_next_round_also_in_a_later_ses
 @pytest.mark.slow
 def test_workers_end_in_the_same_bits(config: Make) -> None:
     one = run_config(config(name="one", **SMALL)).folder
-    two = run_config(config(name="two", workers=2, **SMALL)).folder
+    two = run_in_threads(config(name="two", **SMALL), 2).folder
     assert same_tensors(state(one), state(two))
     assert sent(one) == sent(two)

@@ -207,7 +207,8 @@ def test_a_late_client_of_a_site_a_newcomer_and_an_export(
     "values",
     [
         pytest.param({"strategy": "kriging"}, marks=pytest.mark.product),
-        {"split": "north=1,south=2", "head": "client"},
+        pytest.param({"split": "north=1,south=2", "head": "client"}, marks=pytest.mark.product),
+        {"strategy": "fedavg"},
     ],
     ids=str,
 )

@@ -389,7 +389,7 @@ class ExactAverage(OfAll):
         return total, max(float(np.abs(product).max(initial=0.0)) for product in products)
 
 
-class Directions(Averaging):
+class Directions(OfAll):
     """ILoRA: of the average of the products the orthonormal directions of its first columns, as many as the rank."""
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
@@ -411,12 +411,9 @@ class Directions(Averaging):
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The directions, or what the average has along them; the mean of heads."""
-        members = step.mates(k, key)
-        if not _steps(step, members, key):
-            return None
-        there = step.there(members)
-        if not key.endswith((LORA_A, LORA_B)):
-            return mean_of(step, step.trained, there, key)
+        there = self.average.stepping(step, k, key)
+        if not there or not key.endswith((LORA_A, LORA_B)):
+            return super().value(step, k, key)
         module, params = key.rpartition(".")[0], step.trained[step.plan.clients[k]]
         models = [step.trained[step.plan.clients[one]] for one in there]
         total, size = weighted(step.shares(there), [update(step.plan, one, module) for one in models])
