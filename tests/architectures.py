@@ -27,6 +27,8 @@ def architectures_in_turn() -> list[object]:
     marks = {
         **dict.fromkeys(ARCHITECTURES, (pytest.mark.slow,)),
         **dict.fromkeys(QUICK_ARCHITECTURES, ()),
-        **dict.fromkeys(("mistral", "xlm-roberta", "qwen3", "gemma2"), (pytest.mark.slow, pytest.mark.product)),
+        **dict.fromkeys(
+            ("mistral", "xlm-roberta", "electra", "qwen2", "qwen3", "gemma2"), (pytest.mark.slow, pytest.mark.product)
+        ),
     }
     return [pytest.param(name, marks=marks[name]) for name in ARCHITECTURES]

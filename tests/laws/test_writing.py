@@ -34,13 +34,17 @@ CPU = torch.device("cpu")
 OPTIONS = TrainOptions(seed=5, epochs=2, batch_size=4, lr=1e-2, schedule="linear", weight_decay=0.1, dropout=0.25)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.slow)
-        for name, family in FAMILIES.items()
-        if family.causal
-    ]
-)
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "gemma2")
+"""Families whose blocks are those of another: `make test-all` has them."""
+
+
+def marks_of(family: str) -> tuple[pytest.MarkDecorator, ...]:
+    if family in LIKE_LLAMA:
+        return pytest.mark.slow, pytest.mark.product
+    return () if family in ("gpt2", "llama") else (pytest.mark.slow,)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name, family in FAMILIES.items() if family.causal])
 def writer(request: pytest.FixtureRequest, writer_of: Callable):
     return writer_of(request.param)
 

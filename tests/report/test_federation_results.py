@@ -256,9 +256,9 @@ def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(make_run, tmp
 
 def test_losses_of_different_kinds_have_no_mean() -> None:
     loss, other = {"primary": 0.5, "loss": 1.0, "mcc": 0.5}, {"primary": 0.5, "loss": 9.0}
-    clients = {"a": {"final": {"test": loss}}, "b": {"final": {"test": loss}}}
-    assert finished_runs._mean_of(clients, "final", "loss") == 1
-    assert finished_runs._mean_of(clients | {"c": {"final": {"test": other}}}, "final", "loss") is None
+    clients = {"a": loss, "b": loss}
+    assert finished_runs._mean_of(clients, "loss") == 1
+    assert finished_runs._mean_of(clients | {"c": other}, "loss") is None
 
 
 def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path) -> None:

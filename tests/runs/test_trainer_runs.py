@@ -55,8 +55,10 @@ def test_sites_train_by_the_example_as_the_simulation_does(federation: Federatio
     "changes",
     [
         {"trainable": "full", "lr": 1e-3, "candidates": (4, 8, 16, 32, 64), "strategy": "fedavg_cluster"},
-        {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5},
-        {"strategy": "ifca", "ranks": "4"},
+        pytest.param(
+            {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5}, marks=pytest.mark.product
+        ),
+        pytest.param({"strategy": "ifca", "ranks": "4"}, marks=pytest.mark.product),
         {"adapted_blocks": 1, "precision": "bf16", "optimizer": "sgd"},
         {"strategy": "hetlora", "prior_correction": True, "personal_rounds": 1},
     ],

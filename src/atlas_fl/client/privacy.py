@@ -9,7 +9,7 @@ Halves (`methods.kriging`) are paid for once. An example is in one of them, so b
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 from scipy.optimize import brentq
@@ -48,14 +48,19 @@ def _event(q: float, noise: float, steps: int) -> Any:
     return library.SelfComposedDpEvent(library.PoissonSampledDpEvent(q, library.GaussianDpEvent(noise)), steps)
 
 
+@lru_cache(maxsize=256)
+def _loss_of_step(q: float, noise: float, interval: float) -> Any:
+    """The privacy loss distribution of one step, which takes most of the time and is that of every round."""
+    losses = _accounting().pld.privacy_loss_distribution
+    return losses.from_gaussian_mechanism(noise, value_discretization_interval=interval, sampling_prob=q)
+
+
 @lru_cache(maxsize=1024)
 def epsilon_of_all(costs: tuple[tuple[float, float, int], ...], delta: float) -> float:
     """The epsilon of (rate q, noise multiplier, steps) together."""
     interval = 1e-4 if min(noise for _, noise, _ in costs) > 0.5 else 1e-3  # for speed
-    accountant = _accounting().pld.PLDAccountant(value_discretization_interval=interval)
-    for cost in costs:
-        accountant.compose(_event(*cost))
-    return float(accountant.get_epsilon(delta))
+    losses = [_loss_of_step(q, noise, interval).self_compose(steps) for q, noise, steps in costs]
+    return float(reduce(lambda first, other: first.compose(other), losses).get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=1024)
