@@ -6,8 +6,8 @@
 Talasso, de Souza, Villas and others, "Task-Centric Personalized Federated Fine-Tuning of Language Models" (FedRouter),
 2026, arXiv:2604.00050, by their paper's abstract and their program (GabrielTalasso/FedRouter). There a held-out text
 goes to the nearest centre of the clusters of all clients, or of those that its client has a part in; here to the
-nearest of its client's own centres, so that its client alone decides. A client with too few texts for a part stays
-whole.
+nearest of its client's own centres, so that its client alone decides. There every part takes as many steps; here a part
+makes passes over its texts. A client with too few texts for a part stays whole.
 """
 
 from collections.abc import Mapping
