@@ -76,6 +76,5 @@ def tell_notes(on_event: OnEvent, *lines: str) -> None:
         on_event(Note(line))
 
 
-def ignore(event: Event) -> None:
+def ignore(_: Event) -> None:
     """Do nothing: the callback of a run that nobody watches."""
-    del event

@@ -242,8 +242,7 @@ def _by_header(
             yield number, {name: cells[place] for name, place in places.items() if place < len(cells)}
 
 
-def _parse_jsonl(lines: Iterator[str], path: Path, reading: Reading) -> Iterator[Item]:
-    del path, reading
+def _parse_jsonl(lines: Iterator[str], _: Path, __: Reading) -> Iterator[Item]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             yield number, {}

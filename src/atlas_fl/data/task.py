@@ -263,8 +263,7 @@ def read_once(read: Callable[..., Value], *args: Hashable, files: Iterable[Path]
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def _read(read: Callable[..., Any], args: tuple[Hashable, ...], signature: Signature) -> Any:
-    del signature
+def _read(read: Callable[..., Any], args: tuple[Hashable, ...], _: Signature) -> Any:
     return read(*args)
 
 

@@ -398,10 +398,9 @@ def _origin(path: Path, name: str, columns: Columns) -> str:
 
 
 def _read_tasks(
-    name: str, sources: tuple[tuple[str, Path], ...], columns: Columns, *readers: object
+    name: str, sources: tuple[tuple[str, Path], ...], columns: Columns, *_readers: object
 ) -> dict[str, tuple[TaskData, tuple[str, ...]]]:
     """By task the splits of files or folders, by the readers of this process, and the names of the classes."""
-    del readers
     tables: dict[Part, Table] = {}
     origins: dict[Part, str] = {}
     notes: list[str] = []

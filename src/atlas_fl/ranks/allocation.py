@@ -212,9 +212,8 @@ def _best_index(allowed: np.ndarray, *keys: np.ndarray) -> int:
     return int(order[0])
 
 
-def uniform(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+def uniform(importance: np.ndarray, cost: np.ndarray, _: np.ndarray, *, budget: int) -> np.ndarray:
     """The largest candidate that every layer can have."""
-    del ranks  # the signature is shared
     largest = int(np.searchsorted(cost.sum(axis=0), budget, side="right")) - 1
     return np.full(len(importance), largest, dtype=np.int64)
 
