@@ -167,7 +167,7 @@ def unflatten_by_client(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
     """The inverse of `flatten_by_client`; client names hold no slash."""
     by_client: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in flat.items():
-        client, key = name.split("/", 1)
+        client, _, key = name.partition("/")
         by_client.setdefault(client, {})[key] = tensor
     return by_client
 

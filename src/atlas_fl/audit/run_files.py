@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas_fl.clustering.blocks import Matrix, from_plain
 from atlas_fl.config import Config, MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
-from atlas_fl.params import HEAD, LORA_A, LORA_B
+from atlas_fl.params import HEAD, LORA_A, LORA_B, unflatten_by_client
 from atlas_fl.plugins import load_plugins
 from atlas_fl.storage.folder_access import is_inner_folder, list_folder, memory_bytes, read_file
 from atlas_fl.storage.jsonl import from_json, read_json, read_rows, read_sealed
@@ -289,11 +289,7 @@ def _plan(content: Mapping[str, Any]) -> AuditPlan:
 
 def models_in(path: Path, *, within: Path | None = None) -> Models:
     """The models in this file, by client; raises CheckpointError if it is missing or damaged."""
-    models: Models = {}
-    for key, tensor in read_audited(path, within=within).items():
-        client, _, parameter = key.partition("/")
-        models.setdefault(client, {})[parameter] = tensor
-    return models
+    return unflatten_by_client(read_audited(path, within=within))
 
 
 def read_audited(path: Path | str, *, within: Path | None = None, by_client: bool = True) -> dict[str, Tensor]:

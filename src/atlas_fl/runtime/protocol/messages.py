@@ -18,7 +18,7 @@ from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
 from atlas_fl.config.values import Form, convert_value, describe, unwrap_optional
 from atlas_fl.errors import ProtocolError, short_repr
-from atlas_fl.params import PRIVATE, Params
+from atlas_fl.params import PRIVATE, Params, flatten_by_client, unflatten_by_client
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.frames import Head
@@ -144,17 +144,14 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
 
 def write_trees(prefix: str, trees: Trees) -> dict[str, torch.Tensor]:
     """The tensors of these trees as they travel beside a model, under `PREFIX KIND / NAME`."""
-    return {f"{prefix}{kind}/{key}": tensor for kind, params in trees.items() for key, tensor in params.items()}
+    return {prefix + name: tensor for name, tensor in flatten_by_client(trees).items()}
 
 
 def read_trees(prefix: str, tensors: Params) -> dict[str, dict[str, torch.Tensor]]:
     """The trees among the tensors of a message."""
-    trees: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            kind, _, key = name.removeprefix(prefix).partition("/")
-            trees.setdefault(kind, {})[key] = tensor
-    return trees
+    return unflatten_by_client(
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    )
 
 
 def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
