@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.runtime.coordinator.site_worker import RemoteCutChannel
+from atlas_fl.runtime.coordinator.site_worker import ask_server_half
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.runtime.transport.client import Link
@@ -144,7 +145,8 @@ def over_tls(args: argparse.Namespace) -> None:
 
                 def split() -> None:
                     link.exchange({"kind": "begin"})
-                    way = client_side_of(job, part, indices=half.places, server=RemoteCutChannel(link=link, number=1))
+                    server = partial(ask_server_half, link=link, number=1)
+                    way = client_side_of(job, part, indices=half.places, server=server)
                     train_below(half.side.below, part, way)
 
                 ways = {

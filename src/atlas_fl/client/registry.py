@@ -40,7 +40,7 @@ def _over_cuts(name: str, action: Action, jobs: Sequence[Job], site: Site) -> li
 def _over_cut(name: str, job: Job, site: Site) -> Update:
     """The update of a cut client both of whose sides compute here, with nothing but their messages between them."""
     half = SERVER_SIDE[name](job, site)
-    crossing = split_client.client_side_of(half.side.below, site, indices=half.places, server=half)
+    crossing = split_client.client_side_of(half.side.below, site, indices=half.places, server=half.ask)
     update = CLIENT_SIDE[name](half.side.below, site, crossing)
     return split_server.merge_updates(half.side, update, half.end(crossing.closing))
 

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -32,12 +32,8 @@ from atlas_fl.split.codec import ROWS, read_message, simulated_secret
 from atlas_fl.split.model import client_forward
 from atlas_fl.storage.tensors import encode_tensors
 
-
-class ServerLink(Protocol):
-    """The way to the other side of the cut."""
-
-    def ask(self, what: str, done: int, payloads: split_server.Payloads) -> split_server.Payloads:
-        """The answer; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
+ServerLink: TypeAlias = Callable[[str, int, split_server.Payloads], split_server.Payloads]
+"""(`loss`, `features`, `gradient` or `score`; steps before; messages) -> the answer of the other side of the cut."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,17 +108,17 @@ class ClientSide:
         of the head.
         """
         if self.cut.head == "server":
-            return self.server.ask("loss", done, self.up(hidden, row)), None
+            return self.server("loss", done, self.up(hidden, row)), None
         read = self.features(hidden, row, done).requires_grad_()
         loss = head_loss(read)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         assert read.grad is not None, "a loss has a gradient by what it is of"
         sent = {"0/gradient": self.channel.encode_up(read.grad, "gradient")}
-        return self.server.ask("gradient", done, sent), loss.detach()
+        return self.server("gradient", done, sent), loss.detach()
 
     def features(self, hidden: Tensor, row: batching.PackedBatch, done: int) -> Tensor:
         """Features, (reads, hidden), as they come down."""
-        got = self.server.ask("features", done, self.up(hidden, row))
+        got = self.server("features", done, self.up(hidden, row))
         return rows_of(got, "activation", like=hidden.new_empty(row.counts[0], hidden.shape[1]))
 
 
@@ -168,7 +164,7 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
         row = batching.collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
         with batching.client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
             if not at_home:
-                crossing.server.ask("score", done, crossing.up(hidden, row))
+                crossing.server("score", done, crossing.up(hidden, row))
                 continue
             read = crossing.features(hidden, row, done)
             with site.autocast():

@@ -32,7 +32,7 @@ class Direct:
     def __init__(self, half: ServerHalf) -> None:
         self.half, self.asked = half, list[tuple[str, int, Mapping[str, bytes]]]()
 
-    def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    def __call__(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
         self.asked.append((what, done, payloads))
         return self.half.ask(what, done, payloads)
 

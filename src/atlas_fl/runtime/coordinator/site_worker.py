@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.job import Job
@@ -56,20 +57,16 @@ class JobCancelledError(Exception):
         self.message = message
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteCutChannel:
-    """The server half as its client reaches it, over the stream of the job (`client.split_client.ServerLink`)."""
+def ask_server_half(what: str, done: int, payloads: Payloads, *, link: Exchange, number: int) -> Payloads:
+    """The server half's answer, over the stream of the job of this number (`client.split_client.ServerLink`).
 
-    link: Exchange
-    number: int
-
-    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
-        """The server half's answer; raises `JobCancelledError` where the server has closed the job."""
-        head = {"kind": "cut", "number": self.number, "what": what, "done": done}
-        answer, tensors = self.link.exchange(head, write_payloads(payloads))
-        if answer.get("kind") != "cut":
-            raise JobCancelledError((answer, tensors))
-        return read_payloads(tensors)
+    Raises `JobCancelledError` where the server has closed the job.
+    """
+    head = {"kind": "cut", "number": number, "what": what, "done": done}
+    answer, tensors = link.exchange(head, write_payloads(payloads))
+    if answer.get("kind") != "cut":
+        raise JobCancelledError((answer, tensors))
+    return read_payloads(tensors)
 
 
 def confirm_saved(link: Exchange, sha256: str) -> bool:
@@ -168,8 +165,8 @@ class SiteClient:
             if job.cut is None or cut_info is None:
                 (update,) = ACTIONS[action]([job], site)
             else:
-                channel = RemoteCutChannel(link=self.link, number=number)
-                crossing = client_side_of(job, site, indices=cut_info.places, server=channel)
+                server = partial(ask_server_half, link=self.link, number=number)
+                crossing = client_side_of(job, site, indices=cut_info.places, server=server)
                 update = CLIENT_SIDE[action](job, site, crossing)
                 closing_messages = crossing.closing
             if "primary" in update.metrics:  # else the server has the head
