@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,20 +145,20 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     )
 
 
-def run_rounds(
-    assembly: Assembly,
-    planned: PlanResult,
-    engine: Engine,
-    state: FederationState,
-    *,
-    last: int,
-    recorder: Recorder,
-    on_event: OnEvent,
-) -> tuple[Assembly, PlanResult, FederationState]:
+class CurrentRun(NamedTuple):
+    """A run between two rounds: its clients, their plan, and the state of the federation."""
+
+    assembly: Assembly
+    planned: PlanResult
+    state: FederationState
+
+
+def run_rounds(run: CurrentRun, engine: Engine, *, last: int, recorder: Recorder, on_event: OnEvent) -> CurrentRun:
     """Run rounds `state.round + 1 .. last`; each is recorded before the next begins.
 
     The assembly that comes back includes the clients that joined.
     """
+    assembly, planned, state = run
     federation, config = planned.plan.federation(), assembly.config
     warnings = share_warnings(federation, config.robust.max_share)
     tell_notes(on_event, *warnings, *strategy_of(config).warnings(federation))
@@ -168,7 +169,9 @@ def run_rounds(
             assembly, planned, state = join.assembly, join.planned, join.state
             recorder.record_join(join)
         if is_reclustered(assembly.config, number):
-            planned, state = _recluster(assembly, planned, engine, state, recorder, on_event=on_event)
+            assembly, planned, state = _recluster(
+                CurrentRun(assembly, planned, state), engine, recorder, on_event=on_event
+            )
         state, messages = choose_models(assembly, engine, state, round_start(assembly, state, planned))
         if messages is not None:
             recorder.record_choice(messages, state)
@@ -194,7 +197,7 @@ def run_rounds(
             on_event(Note(f"stopped early after round {number}: validation was best in round {best}"))
             break
         del record  # whose models would stay in memory while the next round trains
-    return assembly, planned, state
+    return CurrentRun(assembly, planned, state)
 
 
 def round_participants(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
@@ -243,19 +246,12 @@ def is_aggregation_round(config: Config, round: int) -> bool:
     return is_due or not strategy_of(config).communicates
 
 
-def _recluster(
-    assembly: Assembly,
-    planned: PlanResult,
-    engine: Engine,
-    state: FederationState,
-    recorder: Recorder,
-    *,
-    on_event: OnEvent,
-) -> tuple[PlanResult, FederationState]:
+def _recluster(run: CurrentRun, engine: Engine, recorder: Recorder, *, on_event: OnEvent) -> CurrentRun:
     """Cluster again: the plan from the next round on, and with `--rerank` every model resized to its ranks.
 
     The plan stays as it was where a client does not answer and the run goes on with fewer.
     """
+    assembly, planned, state = run
     number, rerank = state.round + 1, assembly.config.ranks.rerank
     scores = np.array([state.validation_scores.get(name, 0.0) for name in assembly.names])
     models = state.client_models if rerank else None
@@ -263,13 +259,13 @@ def _recluster(
         planned = recluster(planned, assembly, engine, round=number, performance=scores, models=models)
     except MissingAnswersError as error:
         on_event(Note(f"round {number}: the plan stays as it was, for want of answers of {', '.join(error.clients)}"))
-        return planned, state
+        return run
     if rerank:
         # The round before was aggregated (`config.validation`), so the server holds what the clients hold.
         resized = resize_adapters(state.client_models, planned.plan, assembly)
         state = replace(state, client_models=resized, server_models=resized)
     recorder.record_new_plan(planned, round=number, resized_models=state.client_models if rerank else None)
-    return planned, state
+    return CurrentRun(assembly, planned, state)
 
 
 def one_round(

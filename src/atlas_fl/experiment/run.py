@@ -26,7 +26,7 @@ from atlas_fl.experiment.alone import reference_assembly, resample_clients, scor
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
 from atlas_fl.experiment.recorder import Recorder, check_provenance, check_run_files, check_same_settings, provenance_of
-from atlas_fl.experiment.rounds import run_rounds
+from atlas_fl.experiment.rounds import CurrentRun, run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
@@ -166,22 +166,18 @@ def _train_remaining(
     return _run_result(folder, summary)
 
 
-def _run_to_end(
-    assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent
-) -> tuple[Assembly, PlanResult, FederationState]:
+def _run_to_end(assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent) -> CurrentRun:
     """Plan or load, train the remaining rounds within `max_rounds`, and export the models after the last one."""
     config = assembly.config
-    assembly, planned, state = _load_or_plan(assembly, recorder, engine, emit)
+    run = _load_or_plan(assembly, recorder, engine, emit)
     limit = config.run.max_rounds
-    last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
-    if not state.is_over:
-        assembly, planned, state = run_rounds(
-            assembly, planned, engine, state, last=last, recorder=recorder, on_event=emit
-        )
-    if state.is_over:
+    last = config.training.rounds if limit is None else min(config.training.rounds, run.state.round + limit)
+    if not run.state.is_over:
+        run = run_rounds(run, engine, last=last, recorder=recorder, on_event=emit)
+    if run.state.is_over:
         emit(PhaseStarted("export"))
-        export_clients(assembly, state.predicting_models(config), recorder.folder, on_event=emit)
-    return assembly, planned, state
+        export_clients(run.assembly, run.state.predicting_models(config), recorder.folder, on_event=emit)
+    return run
 
 
 def _train_alone(
@@ -224,9 +220,7 @@ def _new_recorder(assembly: Assembly, folder: RunFolder, model: Mapping[str, str
     )
 
 
-def _load_or_plan(
-    assembly: Assembly, recorder: Recorder, engine: Engine, emit: OnEvent
-) -> tuple[Assembly, PlanResult, FederationState]:
+def _load_or_plan(assembly: Assembly, recorder: Recorder, engine: Engine, emit: OnEvent) -> CurrentRun:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
     folder = recorder.folder
     saved, damage_notes = checkpoint.load_latest(
@@ -256,7 +250,7 @@ def _load_or_plan(
     strategy.check(models, planned.plan.federation())
     state = FederationState(round=0, server_models=models, server_state=server_state, client_models=models)
     recorder.record_plan(planned, state, communicates=strategy.communicates)
-    return assembly, planned, state
+    return CurrentRun(assembly, planned, state)
 
 
 def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly, PlanResult]:
@@ -276,7 +270,7 @@ def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly
 
 def _restore_checkpoint(
     assembly: Assembly, recorder: Recorder, saved: checkpoint.Checkpoint, emit: OnEvent
-) -> tuple[Assembly, PlanResult, FederationState]:
+) -> CurrentRun:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
     folder = recorder.folder
     plan = read_plan(folder, folder.path / saved.state["plan"])
@@ -299,7 +293,7 @@ def _restore_checkpoint(
         clustering=Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None,
         mask=tensors.read_tensors(folder.mask) if plan.sparse else None,
     )
-    return assembly, planned, state
+    return CurrentRun(assembly, planned, state)
 
 
 def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
