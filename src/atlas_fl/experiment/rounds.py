@@ -63,13 +63,7 @@ from atlas_fl.storage.tensors import encoded_size
 
 
 def finish_round(
-    assembly: Assembly,
-    engine: Engine,
-    state: FederationState,
-    mixed: ByClient,
-    *,
-    cuts: Mapping[str, Cut],
-    aggregated: bool,
+    assembly: Assembly, engine: Engine, state: FederationState, mixed: ByClient, *, cuts: Mapping[str, Cut]
 ) -> RoundOutcome:
     """Evaluate the mixed models, and decide on early stopping.
 
@@ -92,7 +86,7 @@ def finish_round(
 
     outcome = finish(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
-    if outcome.final or not aggregated or score is None:
+    if outcome.final or score is None or not is_aggregation_round(config, number):
         return outcome
     history = {**state.history, number: score}
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
@@ -338,7 +332,7 @@ def one_round(
         client_models=step.client_models,
     )
     predicting = mixed.predicting_models(config)
-    outcome = finish_round(assembly, engine, state, predicting, cuts=cuts, aggregated=start.aggregates)
+    outcome = finish_round(assembly, engine, state, predicting, cuts=cuts)
     record = RoundRecord(
         round=start.round,
         sampled=start.clients,

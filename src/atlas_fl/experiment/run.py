@@ -160,7 +160,10 @@ def _train_remaining(
             recorder.record_resampled(resample_clients(assembly, scored))
         if reference is not None:
             emit(PhaseStarted("clients alone"))
-            summary |= {"alone": _train_alone(assembly, reference, engine, recorder, emit, scored)}
+            start_time = time.perf_counter()
+            alone = _train_alone(reference, engine, recorder, emit)
+            seconds = time.perf_counter() - start_time
+            summary |= {"alone": summarise_gains(assembly, scored, alone, seconds=seconds)}
         recorder.write_summary(summary)
         tell_notes(emit, attack_note(summary))
     return _run_result(folder, summary)
@@ -180,16 +183,9 @@ def _run_to_end(assembly: Assembly, engine: Engine, recorder: Recorder, emit: On
     return run
 
 
-def _train_alone(
-    assembly: Assembly,
-    reference: Assembly,
-    engine: Engine,
-    recorder: Recorder,
-    emit: OnEvent,
-    scored: Mapping[str, Update],
-) -> dict[str, Any]:
-    """Train the clients of the reference alone, or go on with that; what they gain over it with these scores."""
-    start_time, config = time.perf_counter(), reference.config
+def _train_alone(reference: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent) -> dict[str, Update]:
+    """Train the clients of the reference alone, or go on with that; their scores."""
+    config = reference.config
     folder = RunFolder(recorder.folder.alone)
 
     def tell(event: Any) -> None:
@@ -204,8 +200,7 @@ def _train_alone(
         if not folder.summary.exists():
             alone.write_summary(_summarise_run(reference, alone))
     models, cuts = state.predicting_models(config), cuts_of(reference, planned.plan)
-    by_themselves = score_examples(engine, config, models, cuts, round=state.round)
-    return summarise_gains(assembly, scored, by_themselves, seconds=time.perf_counter() - start_time)
+    return score_examples(engine, config, models, cuts, round=state.round)
 
 
 def _new_recorder(assembly: Assembly, folder: RunFolder, model: Mapping[str, str | None]) -> Recorder:
