@@ -6,13 +6,12 @@ A run keeps the updates that the bound refused or scaled down as they came (`out
 from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
-from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, is_compared, rank_error, value
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run
-from atlas_fl.params import HEAD, LORA_A
+from atlas_fl.params import HEAD, LORA_A, Params
 
 BORDER = 1e-4
 """Relative distance from the bound within which either decision is right."""
@@ -68,9 +67,7 @@ def _decision_fault(run: Run, record: AuditRecord, client: str, ratio: float, se
     return ""
 
 
-def restored_fault(
-    run: Run, plan: AuditPlan, initial: Mapping[str, Tensor], after: Mapping[str, Tensor], *, trained: Models
-) -> str:
+def restored_fault(run: Run, plan: AuditPlan, initial: Params, after: Params, *, trained: Models) -> str:
     """The fault of someone who was to keep the model that it began with: it did not, or had no reason to."""
     if not all(after[key].equal(tensor) for key, tensor in initial.items()):
         return "it was to keep the model that it began with, but it changed"
@@ -79,7 +76,7 @@ def restored_fault(
     return "" if largest > FAR else f"no update explains why it keeps its model: the largest value is {largest:.3g}"
 
 
-def _values(run: Run, plan: AuditPlan, params: Mapping[str, Tensor]) -> Values:
+def _values(run: Run, plan: AuditPlan, params: Params) -> Values:
     share, space = run.mixing.share, run.mixing.space
     keys = (key for key, tensor in params.items() if is_compared(key, share, space) and tensor.numel())
     return {key: value(plan, params, key, space) for key in keys}
@@ -94,13 +91,7 @@ def _norms(before: Values, after: Values) -> dict[bool, float]:
 
 
 def _clip_fault(
-    run: Run,
-    plan: AuditPlan,
-    start: Values,
-    sent: Mapping[str, Tensor],
-    mixed: Mapping[str, Tensor],
-    *,
-    factors: Mapping[bool, float],
+    run: Run, plan: AuditPlan, start: Values, sent: Params, mixed: Params, *, factors: Mapping[bool, float]
 ) -> str:
     """The first part of what was mixed that is not what was sent, scaled down."""
     got = _values(run, plan, mixed)

@@ -3,10 +3,9 @@
 A late client begins with the mean that the rule says of the others; a resized one is the best that its new ranks hold.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
-from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, arrays, rank_error, update
 from atlas_fl.audit.recompute import Recomputed, farthest
@@ -14,12 +13,10 @@ from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Flat, Models, Run
 from atlas_fl.audit.step import Step, compare_states
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
-
-Model = Mapping[str, Tensor]
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params
 
 
-def names_fault(plan: AuditPlan, client: str, want: Model, have: Model, what: str) -> str:
+def names_fault(plan: AuditPlan, client: str, want: Params, have: Params, what: str) -> str:
     """The fault of names and shapes of a model, which are those of another one, and of ranks, which the plan says."""
     # what a client has kept to itself since is no longer here, and `mixed` holds that it was not to be shared
     emptied = {key for key in have if PRIVATE in have and not have[key].numel()}
@@ -33,7 +30,7 @@ def names_fault(plan: AuditPlan, client: str, want: Model, have: Model, what: st
     return ranks_fault(plan, client, have)
 
 
-def ranks_fault(plan: AuditPlan, client: str, params: Model) -> str:
+def ranks_fault(plan: AuditPlan, client: str, params: Params) -> str:
     """The fault of the first A whose rank is not that of the plan."""
     for key in (key for key in params if key.endswith(LORA_A)):
         rank = plan.rank(client, key)
@@ -44,13 +41,13 @@ def ranks_fault(plan: AuditPlan, client: str, params: Model) -> str:
     return ""
 
 
-def number_fault(*models: Model) -> str:
+def number_fault(*models: Params) -> str:
     """The first tensor that holds a NaN or an infinity, with which every comparison would be lost."""
     tensors = (item for params in models for item in params.items())
     return next((f"{key} holds NaN or infinity" for key, tensor in tensors if not bool(tensor.isfinite().all())), "")
 
 
-def frozen_fault(mask: Model, initial: Model, trained: Model) -> str:
+def frozen_fault(mask: Params, initial: Params, trained: Params) -> str:
     """The first tensor of which a frozen weight moved in training, or that has no mask; empty where there is none."""
     for key, before in initial.items():
         if key not in mask:
@@ -117,7 +114,7 @@ def check_ranks(plan: AuditPlan, initial: Models, resized: Models) -> Iterator[A
         yield AuditRow("realigned", client, fault, worst)
 
 
-def _rank_fault(plan: AuditPlan, initial: Model, resized: Model) -> tuple[str, float]:
+def _rank_fault(plan: AuditPlan, initial: Params, resized: Params) -> tuple[str, float]:
     worst = 0.0
     for key in initial:
         if key.endswith(LORA_A):

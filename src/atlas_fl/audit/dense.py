@@ -13,7 +13,7 @@ from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from atlas_fl.audit.run_files import AuditPlan
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params
 
 T = TypeVar("T")
 TOLERANCE = 1e-4
@@ -42,7 +42,7 @@ def numbers(tensor: Tensor) -> np.ndarray:
     return np.asarray(tensor.double().numpy())
 
 
-def arrays(state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+def arrays(state: Params) -> dict[str, np.ndarray]:
     """The values of several tensors, float64."""
     return {path: numbers(tensor) for path, tensor in state.items()}
 
@@ -52,25 +52,25 @@ def below(state: Mapping[str, T], start: str) -> dict[str, T]:
     return {path.removeprefix(start): entry for path, entry in state.items() if path.startswith(start)}
 
 
-def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def same_tensors(one: Params, other: Params) -> bool:
     """Return whether both hold the same names with the very same values."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def update(plan: AuditPlan, params: Mapping[str, Tensor], module: str) -> np.ndarray:
+def update(plan: AuditPlan, params: Params, module: str) -> np.ndarray:
     """The update s B A of a module; zero at rank 0."""
     a, b = (numbers(params[module + end]) for end in (LORA_A, LORA_B))
     return np.asarray(plan.scale(len(a)) * (b @ a)) if len(a) else np.zeros((b.shape[0], a.shape[1]))
 
 
-def value(plan: AuditPlan, params: Mapping[str, Tensor], key: str, space: str) -> np.ndarray:
+def value(plan: AuditPlan, params: Params, key: str, space: str) -> np.ndarray:
     """The value that stands at this parameter."""
     if space == "product" and key.endswith(LORA_A):
         return update(plan, params, key.removesuffix(LORA_A))
     return numbers(params[key])
 
 
-def vector(plan: AuditPlan, params: Mapping[str, Tensor], key: str, space: str) -> np.ndarray:
+def vector(plan: AuditPlan, params: Params, key: str, space: str) -> np.ndarray:
     """The value as a vector, row by row of the rank, so that a larger rank only makes it longer; empty without one."""
     if key not in params:
         return np.zeros(0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas_fl.clustering.blocks import Matrix, from_plain
 from atlas_fl.config import Config, MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
-from atlas_fl.params import HEAD, LORA_A, LORA_B, unflatten_by_client
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, unflatten_by_client
 from atlas_fl.plugins import load_plugins
 from atlas_fl.storage.folder_access import is_inner_folder, list_folder, memory_bytes, read_file
 from atlas_fl.storage.jsonl import from_json, read_json, read_rows, read_sealed
@@ -121,7 +121,7 @@ class Run:
     """Rounds that are complete: of a finished run all that there should be, else those up to the newest checkpoint."""
     complete: bool = False
     """True if the run is finished."""
-    mask: Mapping[str, Tensor] | None = None
+    mask: Params | None = None
     """Which weights may move, where not all may."""
     plans: dict[str, AuditPlan] = field(default_factory=dict)
     """Plans that were read already."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.params import Params
 from atlas_fl.storage import folder_access
 from atlas_fl.storage.files import set_aside
 from atlas_fl.storage.jsonl import read_sealed, to_json, write_sealed
@@ -61,17 +62,12 @@ class TensorFile:
     digest: str
     sizes: Mapping[str, int]
     """Bytes of each of its tensors."""
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Params
     """The tensors that the checkpoint has from it; others of the same names are newer, or gone."""
 
 
 def save(
-    folder: Path,
-    *,
-    round: int,
-    tensors: Mapping[str, torch.Tensor],
-    state: Mapping[str, Any],
-    written: list[TensorFile] | None = None,
+    folder: Path, *, round: int, tensors: Params, state: Mapping[str, Any], written: list[TensorFile] | None = None
 ) -> Path:
     """Write a checkpoint in one step and return its folder.
 
@@ -111,9 +107,7 @@ def save(
     return final
 
 
-def _link_unchanged(
-    tensors: Mapping[str, torch.Tensor], written: Sequence[TensorFile], draft: Path
-) -> list[TensorFile]:
+def _link_unchanged(tensors: Params, written: Sequence[TensorFile], draft: Path) -> list[TensorFile]:
     """Link the files with tensors that are the same objects as now, oldest first; none where it is not worth it.
 
     It is worth it where half of the linked bytes are of such tensors. A file system without hard links has none.

@@ -112,11 +112,7 @@ def decode_tensors(payload: bytes) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    metadata: tuple[str, str] | None = None,
-    within: Path | None = None,
+    path: Path, tensors: Params, *, metadata: tuple[str, str] | None = None, within: Path | None = None
 ) -> str:
     """Write a safetensors file in one step, with `metadata` as its metadata; its SHA-256 as hexadecimal digits.
 
