@@ -48,9 +48,9 @@ from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of, public_key_of
 from atlas_fl.runtime.transport.client import Link
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Head, Message
 from atlas_fl.runtime.transport.server import Server
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Sessions
 from atlas_fl.secure_sums import Identity, KeyBook
 
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -41,7 +41,8 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.runtime.transport.frames import Message
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Sessions
 from atlas_fl.setup.assembly import own_client
 from atlas_fl.setup.options import keeps_models
 from tests.runtime.in_process import AcceptAll, InProcess

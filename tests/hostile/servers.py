@@ -28,8 +28,8 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from atlas_fl.runtime.transport.frames import Message, decode_frame, encode_frame
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Sessions
 from tests.hostile import federation as in_process
 from tests.hostile.federation import DEVICE, Outcome, ServerGoneError
 from tests.runtime.in_process import InProcess

@@ -15,8 +15,7 @@ from atlas_fl.config import Config, parse_config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images
 from atlas_fl.models.tokenization import TextEncoder
-from atlas_fl.runtime.transport.frames import encode_frame
-from atlas_fl.runtime.transport.sessions import Message
+from atlas_fl.runtime.transport.frames import Message, encode_frame
 from atlas_fl.setup.assembly import own_client
 from tests.hostile.servers import Recording
 

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from atlas_fl.params import Params
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, decode_frame, make_frame
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, Session, Sessions, read_answer
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, Message, decode_frame, make_frame
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Session, Sessions, read_answer
 
 
 class InProcess:

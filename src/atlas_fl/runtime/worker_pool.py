@@ -14,10 +14,9 @@ from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
-from atlas_fl.params import Params
 from atlas_fl.runtime.local import collect_updates
 from atlas_fl.runtime.protocol.model_sync import NewSender, Receiver, Sender
-from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
+from atlas_fl.runtime.transport.frames import Head, Message, decode_frame, encode_frame
 
 MAX_FRAME_BYTES = 2**40
 """Maximum size of a frame: both ends are ours, and a model may be larger than a message over a network."""
@@ -92,7 +91,7 @@ def init_workers(workers: Sequence[Worker], heads: Sequence[Head], threads: Exec
         raise_failure(decode_frame(answer[0])[0])
 
 
-def _decode_frames(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
+def _decode_frames(frames: list[bytes]) -> Iterator[Message]:
     """Decode the frames one after another; each is freed before the next, since it may hold a whole model."""
     frames.reverse()
     while frames:

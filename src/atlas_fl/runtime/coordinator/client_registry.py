@@ -8,12 +8,11 @@ from typing import TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
-from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
 from atlas_fl.runtime.protocol.model_sync import Sender
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Message
 
 MAX_REFUSALS = 3
 """Refused answers after which a client gets no jobs until it registers again."""
@@ -76,7 +75,7 @@ class ClientProxy:
     pending_job: PendingJob | None = None
     sender: Sender = field(default_factory=Sender)
     """Encodes its jobs, given what its process has in memory."""
-    shutdown_message: tuple[Head, Params] | None = None
+    shutdown_message: Message | None = None
     shutdown_sent: bool = False
     """It was sent its shutdown message."""
     model_saved: bool = False

@@ -32,7 +32,7 @@ from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answe
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity, read_packed
 from atlas_fl.runtime.protocol.model_sync import NewSender, Sender
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head, Message
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
 CONFIRM_SECONDS = 5.0
@@ -109,7 +109,7 @@ class ClientManager:
         if client is not None:
             client.refusal_reason = reason
 
-    async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+    async def answer(self, name: str, head: Head, tensors: Params) -> Message:
         """Answer a client's request, with its next job as soon as there is one."""
         client = self.clients[name]
         kind = head.get("kind")
@@ -133,7 +133,7 @@ class ClientManager:
                 return {"kind": "left"}, NO_TENSORS
         return await self._next_message(client)
 
-    async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
+    async def _next_message(self, client: ClientProxy) -> Message:
         """The next message to this client, as soon as there is one: a job or shutdown."""
         client.given_up = bool(client.removal_reason)  # it is here and ready
         while True:
@@ -159,7 +159,7 @@ class ClientManager:
             client.wakeup.clear()
             await client.wakeup.wait()
 
-    async def _confirm_saved(self, client: ClientProxy, head: Mapping[str, Any]) -> tuple[Head, Params]:
+    async def _confirm_saved(self, client: ClientProxy, head: Head) -> Message:
         """Record that a client has saved its model, or answer that its model is another one.
 
         A client that was killed after it had saved its model sends this without registering first.
@@ -177,9 +177,7 @@ class ClientManager:
         client.shutdown_sent = client.model_saved = True
         return {"kind": "over"}, NO_TENSORS
 
-    async def _answer_cut_request(
-        self, client: ClientProxy, head: Mapping[str, Any], tensors: Params
-    ) -> tuple[Head, Params] | None:
+    async def _answer_cut_request(self, client: ClientProxy, head: Head, tensors: Params) -> Message | None:
         """The answer to a request of a cut client; None where the job is closed."""
         pending = client.pending_job
         if pending is None or pending.split_server is None or head.get("number") != pending.number:
@@ -192,7 +190,7 @@ class ClientManager:
             raise
         return answer if client.pending_job is pending else None
 
-    async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
+    async def _register(self, client: ClientProxy, head: Head) -> None:
         self.identity.check(client.name, head)
         metadata = read_metadata(head)
         device = read_device(str(head.get("device")))
@@ -270,7 +268,7 @@ class ClientManager:
             client.wakeup.set()
         return bool(refused)
 
-    async def _accept_answer(self, client: ClientProxy, head: Mapping[str, Any], tensors: Params) -> None:
+    async def _accept_answer(self, client: ClientProxy, head: Head, tensors: Params) -> None:
         """Accept or refuse this answer to the client's job; raises `ProtocolError` after too many refusals."""
         pending = client.pending_job
         if pending is None or head.get("number") != pending.number:
@@ -294,9 +292,7 @@ class ClientManager:
                     " mend it and join again"
                 ) from None
 
-    async def _read_update(
-        self, client: ClientProxy, pending: PendingJob, head: Mapping[str, Any], tensors: Params
-    ) -> Update:
+    async def _read_update(self, client: ClientProxy, pending: PendingJob, head: Head, tensors: Params) -> Update:
         """The complete update, joined with the server half's.
 
         Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).

@@ -19,7 +19,7 @@ from atlas_fl.errors import DataError, ProtocolError, short_repr
 from atlas_fl.params import HEAD, Params, digest, select, shared_params
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Head, Message
 from atlas_fl.secure_sums import LEAST, Identity, Noise, SumClient
 
 SUM = "sum"
@@ -61,7 +61,7 @@ class SumSite:
     _sums: dict[tuple[str, ...], SumClient] = field(default_factory=dict)
     """The sums of this round by their tensors."""
 
-    def withhold(self, job: Job, trained: Params, head: Head, tensors: Params) -> tuple[Head, Params]:
+    def withhold(self, job: Job, trained: Params, head: Head, tensors: Params) -> Message:
         """The answer to a job of training without the trained tensors.
 
         A model that a client goes on with by itself is summed too, and what all begin with is then its anchor. One that
@@ -80,7 +80,7 @@ class SumSite:
         rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
         return {**head, "withheld": names}, rest
 
-    def answer(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def answer(self, head: Head, tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""
         if head.get("group") != self._head or self._head is None:
             self._group = read(SumGroup, head.get("group"), "the server's sum: group")

@@ -16,8 +16,8 @@ from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumSite
 from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
-from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
+from atlas_fl.runtime.transport.frames import Head, Message
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange
 from atlas_fl.split.channel import Cut
 
 SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
@@ -31,10 +31,10 @@ MAX_REGISTRATIONS = 16
 class Policy(Protocol):
     """The consent of a site; each method raises `ProtocolError` for anything else."""
 
-    def check_job(self, head: Mapping[str, Any]) -> None:
+    def check_job(self, head: Head) -> None:
         """Check a job by its head, before anything is loaded."""
 
-    def check_private(self, head: Mapping[str, Any]) -> Any:
+    def check_private(self, head: Head) -> Any:
         """Check the ranks that a message names of what stays here, before anything of them is drawn."""
 
     def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
@@ -106,7 +106,7 @@ class SiteClient:
         """
         return self.work(*self._register())
 
-    def work(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def work(self, head: Head, tensors: Params) -> Params:
         """Do what this message of the server asks, and the next ones; the final model, as `run`."""
         while head.get("kind") != "done":
             if head.get("kind") == "register":
@@ -135,7 +135,7 @@ class SiteClient:
                 )
         return model
 
-    def _register(self) -> tuple[Mapping[str, Any], Params]:
+    def _register(self) -> Message:
         self._registrations += 1
         if self._registrations > MAX_REGISTRATIONS:
             raise ProtocolError(
@@ -145,7 +145,7 @@ class SiteClient:
         self.on_event(PhaseStarted("waiting for the server and its other sites"))
         return self.link.exchange({"kind": "register", **self.registration})
 
-    def _run_job(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
+    def _run_job(self, head: Head, params: Params) -> Message:
         number = head.get("number")
         closing_messages: Payloads = {}
         self.policy.check_job(head)
@@ -188,7 +188,7 @@ class SiteClient:
             return head, sent
         return self.sums.withhold(job, trained, head, sent)
 
-    def _take_step(self, sums: SumSite, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+    def _take_step(self, sums: SumSite, head: Head, tensors: Params) -> Message:
         """The answer to a step of a secure sum."""
         try:
             return {"kind": "result", "number": head.get("number")}, sums.answer(head, tensors)

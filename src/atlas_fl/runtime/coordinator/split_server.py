@@ -5,9 +5,9 @@ job; a client whose job is sent again gets a new half, at the start of the job.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
@@ -16,12 +16,12 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select
 from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Head, Message
 
 ResultT = TypeVar("ResultT")
 
 
-def _answer_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> Params:
+def _answer_request(half: ServerHalf | None, head: Head, tensors: Params) -> Params:
     """The answer to a cut client by its server half; raises `ProtocolError` for a malformed request, or no half."""
     what = head.get("what")
     done = head.get("done")
@@ -69,7 +69,7 @@ class SplitServer:
             self._part_digests[blocks] = digest(select(self._frozen, names))
         return self._part_digests[blocks]
 
-    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+    async def answer_request(self, number: int, head: Head, tensors: Params) -> Message:
         """The answer to a client's request for the job of this number."""
         half = self._halves.get(number)
         # Of a client that leaves, whose job begins with a new half, what waits for the thread is cancelled with it.

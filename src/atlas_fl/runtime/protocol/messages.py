@@ -21,7 +21,7 @@ from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, flatten_by_client, unflatten_by_client
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.ranges import Range
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Head, Message
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.ledger import Direction, Kind
@@ -105,7 +105,7 @@ class PrivateRef:
     """Ranks of the modules of which nothing is sent, in the order of their names."""
 
 
-def model_message(params: Params) -> tuple[Head, Params]:
+def model_message(params: Params) -> Message:
     """(entries of the head, tensors) that send a model of the server to its client."""
     if PRIVATE not in params:
         return {}, params
@@ -113,7 +113,7 @@ def model_message(params: Params) -> tuple[Head, Params]:
     return {"private": asdict(reference)}, transmitted_params(params)
 
 
-def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
+def read_private(head: Head) -> PrivateRef | None:
     """The private part that the head of a message names; raises `ProtocolError` for anything else."""
     private: PrivateRef | None = read(PrivateRef | None, head.get("private"), "private")
     return private
@@ -132,7 +132,7 @@ def job_head(action: str, job: Job, *, number: int, cut_info: CutInfo | None) ->
     }
 
 
-def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
+def read_job(head: Head, params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
     """(action, job, cut info) of a message; raises `ProtocolError` for an unknown action, options or cut."""
     action: str = read(Action, head.get("action"), "the server's job: action")
     options = read(OPTIONS[action], head.get("options"), f"the server's {action}")
@@ -175,7 +175,7 @@ class AnswerHead:
     classes: Mapping[Literal["hits", "examples", "predicted"], tuple[Count, ...]] | None
 
 
-def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+def update_message(update: Update, job: Job, *, number: int) -> Message:
     """The message with this update for the server; a model that is the job's own is not sent."""
     head = AnswerHead(
         examples=update.examples,
@@ -192,7 +192,7 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
     return {"kind": "result", "number": number, **asdict(head)}, tensors
 
 
-def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
+def read_update(head: Head, tensors: Params, *, job: Job) -> Update:
     """The update that a client's message holds; raises `ProtocolError` for one that is not of this form."""
     said: AnswerHead = read_fields(AnswerHead, head, "the answer is no update: ")
     values = tensors.get(_METRICS)
@@ -270,7 +270,7 @@ def read_packed(tensors: Params) -> dict[str, bytes]:
     return {name: packed[begin : begin + size] for (name, size), begin in zip(sizes.items(), ends)}
 
 
-def read_fields(kind: type[Any], head: Mapping[str, Any], where: str) -> Any:
+def read_fields(kind: type[Any], head: Head, where: str) -> Any:
     """The dataclass whose fields are among the entries of this head; raises as `read` does."""
     return read(kind, {field.name: head[field.name] for field in fields(kind) if field.name in head}, where)
 

@@ -25,7 +25,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import digest_tensor, private_digest, transmitted_params, unshared_keys
 from atlas_fl.runtime.protocol import messages, private_params
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import Head, Message
 from atlas_fl.sparse import compression, masks
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
 
@@ -87,9 +87,7 @@ class Sender:
     """The last model that was sent there, and the last one that was trained there."""
     has_mask: bool = False
 
-    def job(
-        self, action: str, job: Job, *, number: int, cut_info: messages.CutInfo | None = None
-    ) -> tuple[Head, Params]:
+    def job(self, action: str, job: Job, *, number: int, cut_info: messages.CutInfo | None = None) -> Message:
         """The message that asks for this job."""
         assert all(PRIVATE in tree for tree in job.kept.values()), "it stays with the client; other configs are refused"
         if job.mask is not None and self.common.mask is None:
@@ -103,7 +101,7 @@ class Sender:
         sent = {kind: params for kind, params in job.sent.items() if kind not in beside}
         return head, {**tensors, **messages.write_trees(messages.SENT, sent)}
 
-    def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
+    def update(self, action: str, head: Head, tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
         received = messages.read_update(head, tensors, job=job)
         kept = messages.read(KeptTrees, head.get("kept", ()), "the answer: kept")
@@ -115,7 +113,7 @@ class Sender:
                 self.held["trained"] = self.common.cache.digests(transmitted_params(received.params))
         return received
 
-    def final_model_message(self, model: Params) -> tuple[Head, Params]:
+    def final_model_message(self, model: Params) -> Message:
         """The client's own model at the end, without the part that stays at the client; `sha256` names the model.
 
         All of it that is not in the client's files: who comes for it may have been started again.
@@ -151,7 +149,7 @@ class Sender:
                 self.has_mask = True
         return head, tensors
 
-    def _trained_model(self, params: Params, job: Job, head: Mapping[str, Any]) -> Params:
+    def _trained_model(self, params: Params, job: Job, head: Head) -> Params:
         """The whole trained model, from the tensors that came back and the start."""
         if _VALUES in params:
             body, top = split_body_and_head(job.params)
@@ -205,7 +203,7 @@ class Receiver:
     _opened: tuple[Params, messages.PrivateRef | None] = ({}, None)
     """The part of the newest job's model that came, and the name of the rest."""
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, messages.CutInfo | None]:
+    def job(self, head: Head, tensors: Params, *, client: str) -> tuple[str, Job, messages.CutInfo | None]:
         """(action, job, cut info) of a message; raises `ProtocolError` for one that is none.
 
         Raises `ModelError` where the part of the model that stays here is lost.
@@ -256,7 +254,7 @@ class Receiver:
             return params
         return self.combine(self.store.own_model(reference.sha256, params), params)
 
-    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+    def update(self, action: str, update: Update, job: Job, *, number: int) -> Message:
         """The message with this update: its shared part and the name of the rest, under a mask the masked values."""
         private: dict[str, Any] = {}
         if self.store is not None:
@@ -280,7 +278,7 @@ class Receiver:
         trained = {key: tensor for key, tensor in params.items() if key not in untrained}
         return compression.compress(trained, job.params) if self.compresses else trained
 
-    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def read_final_model(self, head: Head, tensors: Params) -> Params:
         """The client's model at the end of the run, without what `predicting_model` adds; empty where there is none."""
         if not head.get("model"):
             return {}
@@ -298,7 +296,7 @@ class Receiver:
         self.held.clear()
         self.mask = None
 
-    def _model(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def _model(self, head: Head, tensors: Params) -> Params:
         """The model that a message names, from the tensors that came with it and those that are here."""
         if head.get("masked") is True and _MASK in tensors:
             self.mask = decode_mask(messages.as_bytes(tensors[_MASK]), self.home)

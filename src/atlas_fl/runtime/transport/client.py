@@ -169,7 +169,7 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def exchange(self, head: frames.Head, tensors: Params = sessions.NO_TENSORS) -> sessions.Message:
+    def exchange(self, head: frames.Head, tensors: Params = sessions.NO_TENSORS) -> frames.Message:
         """The server's answer, through as many streams as it takes.
 
         Raises `ProtocolError` where the server refuses, or would refuse what is too long, and `UnreachableError` where

@@ -31,6 +31,8 @@ from atlas_fl.storage.tensors import DTYPES, Piece, encode_pieces, encoded_size
 
 Head: TypeAlias = Mapping[str, Any]
 """The entries of a message beside its tensors: plain data for strict JSON."""
+Message: TypeAlias = tuple[Head, Params]
+"""(head, tensors)."""
 
 VERSION = 1
 FRAME_LIMIT = 256 * 2**20
@@ -89,9 +91,7 @@ def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> by
     return bytes(make_frame(head, tensors, limit=limit))
 
 
-def decode_frame(
-    frame: bytes | bytearray, *, limit: int = FRAME_LIMIT
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def decode_frame(frame: bytes | bytearray, *, limit: int = FRAME_LIMIT) -> Message:
     """(head, tensors) of a message; tensors are on the CPU, and views of the frame where that is a `bytearray`.
 
     Raises:

@@ -21,11 +21,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import torch
-
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, decode_frame, make_frame
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, Message, decode_frame, make_frame
 
 MINUTE = 60.0
 MOST_NAMES = 1000
@@ -119,8 +117,7 @@ NO_TENSORS: Params = {}
 MOST_TOLD = 10
 """Refusals, and comings and goings, of a listed client that are told in a minute; of anybody else it is one."""
 
-Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
-Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
+Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[Message]]
 """(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as a refusal."""
 Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
 """(client, its hello) -> the server's welcome; raises `ProtocolError` to refuse."""
