@@ -154,7 +154,8 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for task, names in zip(tasks, client_names(tasks, clients_per_task), strict=True):
         data = load_task(task, source)
         if data.clients:
-            clients += own_clients(task, data.clients, sizes, names=names, seed=seed, secrets=secrets, notes=data.notes)
+            own = {name: derive_secret(secrets[name], "rows") if name in secrets else seed for name in names}
+            clients += own_clients(task, data.clients, sizes, seeds=own, notes=data.notes)
             continue
         _check_room(task, data, clients_per_task, client_sizes=client_sizes)
         task_sizes, notes = _sizes_at_most(data, clients_per_task, sizes, sized=bool(client_sizes))
@@ -228,22 +229,14 @@ def task_of_client(tasks: Sequence[Task], name: str) -> Task:
 
 
 def own_clients(
-    task: Task,
-    datas: Sequence[TaskData],
-    sizes: Sizes,
-    *,
-    names: Sequence[str],
-    seed: Seed,
-    secrets: Mapping[str, bytes],
-    notes: Sequence[str] = (),
+    task: Task, datas: Sequence[TaskData], sizes: Sizes, *, seeds: Mapping[str, Seed], notes: Sequence[str]
 ) -> list[ClientData]:
-    """Clients with these rows each, in their order; of more than `sizes` say, so many are drawn."""
+    """Clients with these rows each, in the order of their seeds; of more than `sizes` say, so many are drawn."""
     clients = []
     notes = [*notes, *_limit_notes(datas, sizes)]
-    for number, (name, data) in enumerate(zip(names, datas, strict=True)):
-        rows_seed: Seed = derive_secret(secrets[name], "rows") if name in secrets else seed
+    for number, ((name, seed), data) in enumerate(zip(seeds.items(), datas, strict=True)):
         rows = {
-            split: _at_most(given, sizes[split], rng=generator(rows_seed, "deal", task.name, name, split))
+            split: _at_most(given, sizes[split], rng=generator(seed, "deal", task.name, name, split))
             for split, given in data.splits.items()
         }
         clients.append(_client(task, data, rows, name=name, number=number, notes=notes))
@@ -285,8 +278,9 @@ def site_client(
             " leave client= out where all rows are its own, or use that client's certificate"
         )
     own = data.clients[task.clients.index(place)] if data.clients else data
-    (client,) = own_clients(task, [own], sizes, names=[name], seed=0, secrets={name: secret}, notes=data.notes)
-    return _with_shuffled_labels(client, derive_secret(secret, "rows")) if shuffle_labels else client
+    seed = derive_secret(secret, "rows")
+    (client,) = own_clients(task, [own], sizes, seeds={name: seed}, notes=data.notes)
+    return _with_shuffled_labels(client, seed) if shuffle_labels else client
 
 
 def _at_most(rows: Examples, size: int | None, *, rng: np.random.Generator) -> Examples:

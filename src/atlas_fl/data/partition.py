@@ -22,22 +22,22 @@ from atlas_fl.errors import ConfigError, DataError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-Partition: TypeAlias = Callable[[Array, int, int, float, np.random.Generator], tuple[Array, Array]]
-"""(class shares of the task (C,), clients, samples, alpha, rng) -> (mixes (clients, C), sizes (clients,))."""
+MixesAndSizes: TypeAlias = tuple[Array, Array]
+"""(mixes (clients, C), sizes (clients,))."""
+Partition: TypeAlias = Callable[[Array, int, int, float, np.random.Generator], MixesAndSizes]
+"""(class shares of the task (C,), clients, samples, alpha, rng) -> its clients' mixes and sizes."""
 
 LEAST_SHARE = 0.1
 """No client of the quantity skew gets less than this share of the mean."""
 
 
-def iid(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> tuple[Array, Array]:
+def iid(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
     """Every client has the task's own mix of classes and `samples` rows."""
     del alpha, rng
     return np.tile(prior, (num_clients, 1)), np.full(num_clients, samples)
 
 
-def dirichlet(
-    prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
-) -> tuple[Array, Array]:
+def dirichlet(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
     """Every client has `samples` rows in a mix drawn from Dirichlet(alpha C p), p the task's own mix of C classes.
 
     With equal classes that is the usual symmetric Dirichlet(alpha); large alpha is iid.
@@ -47,9 +47,7 @@ def dirichlet(
     return mixes, np.full(num_clients, samples)
 
 
-def quantity(
-    prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
-) -> tuple[Array, Array]:
+def quantity(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
     """The task's own mix, and sizes that share `clients * samples` rows by a draw from Dirichlet(alpha)."""
     least = max(2, int(LEAST_SHARE * samples))
     spare = max(0, num_clients * (samples - least))
@@ -57,7 +55,7 @@ def quantity(
     return np.tile(prior, (num_clients, 1)), min(least, samples) + _round_randomly(shares, rng)
 
 
-def shard(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> tuple[Array, Array]:
+def shard(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
     """Every client has `samples` rows of two shards: rows sorted by class are cut into two equal ones for each client.
 
     H. B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
@@ -77,7 +75,7 @@ def _sized(weights: Callable[[Array], Array], formula: str) -> Partition:
 
     def partition(
         prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
-    ) -> tuple[Array, Array]:
+    ) -> MixesAndSizes:
         del alpha
         share = weights(np.arange(1.0, num_clients + 1))
         least = min(2, samples)
