@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.markup import escape
@@ -72,7 +72,6 @@ def text_of(cell: Cell) -> str:
 class Table:
     """A table; a reader of a page can sort it by any column, and `footer` stays below."""
 
-    kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[str]
     """Headings; one with its own line breaks, as `devi-\\nation`, has these on the terminal alone."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -30,7 +30,6 @@ MOST_LEVEL_LETTERS = 36
 class Chart:
     """A Vega-Lite chart of these rows."""
 
-    kind: ClassVar[str] = "chart"
     name: str
     title: str
     note: str

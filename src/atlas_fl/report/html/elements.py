@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib import resources
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
@@ -32,7 +32,6 @@ LIBRARY = "window.vegaEmbed = vegaEmbed;"
 class Facts:
     """The few numbers that a page comes down to: (name, value, what it is to be held against)."""
 
-    kind: ClassVar[str] = "facts"
     facts: Sequence[tuple[str, Cell, str]]
 
 
@@ -40,7 +39,6 @@ class Facts:
 class Text:
     """Sentences, each a paragraph."""
 
-    kind: ClassVar[str] = "text"
     lines: Sequence[str]
 
 
@@ -48,7 +46,6 @@ class Text:
 class Command:
     """Words for a terminal or out of a file, and what they do."""
 
-    kind: ClassVar[str] = "command"
     words: str
     what: str
 
@@ -57,7 +54,6 @@ class Command:
 class Folded:
     """Elements that are shown when a reader asks for them."""
 
-    kind: ClassVar[str] = "folded"
     title: str
     blocks: Sequence["Block"]
 
@@ -144,6 +140,7 @@ def in_script(text: str) -> str:
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.tests["number"] = lambda cell: isinstance(cell, Number)
+    environment.filters["kind"] = lambda block: type(block).__name__
     environment.filters["payload"] = payload
     return environment.from_string(asset("page.html.jinja"))
 
