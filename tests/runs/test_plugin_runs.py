@@ -364,7 +364,7 @@ def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_sil
     assembly, places = share_weights(assemble(config()), into(memory))
     with monkeypatch.context() as patch:
         patch.setitem(TERMS, "pull_to_zero", fedprox)
-        heads = worker_init_messages(assembly, places, devices=["cpu"], threads=torch.get_num_threads())
+        heads = worker_init_messages(assembly, places, devices=["cpu"], cpus=torch.get_num_threads())
     worker = WorkerLoop(init_worker, lambda: memory[0])
     message = "the term 'pull_to_zero' was put into a registry by hand .* --plugin FILE"
     with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match=message):

@@ -103,7 +103,7 @@ def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(
 def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
     memory = list[mmap.mmap]()
     assembly, places = share_weights(assemble(config()), into(memory))
-    (head,) = worker_init_messages(assembly, places, devices=["cpu"], threads=torch.get_num_threads())
+    (head,) = worker_init_messages(assembly, places, devices=["cpu"], cpus=torch.get_num_threads())
     resident = [WorkerLoop(init_worker, lambda: memory[0])]
     with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):
         init_workers(resident, [{**head, "data": "0" * 64}], threads)

@@ -82,7 +82,7 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
         turn = threading.Lock()
         workers = [InTurn(WorkerLoop(init_worker, lambda: memory[0]), turn) for _ in range(count)]
         with ThreadPoolExecutor(count) as threads:
-            heads = worker_init_messages(assembly, places, devices=["cpu"] * count, threads=torch.get_num_threads())
+            heads = worker_init_messages(assembly, places, devices=["cpu"] * count, cpus=torch.get_num_threads())
             init_workers(workers, heads, threads)
             yield assembly, pool_engine(assembly, workers, threads, on_event)
 

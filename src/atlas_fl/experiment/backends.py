@@ -60,12 +60,9 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes.worker_processes(count, program=PROGRAM, files=(memory.file,)))
         assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.allocate)
-        threads_per_worker = _num_threads(torch.get_num_threads() // count)
-        worker_pool.init_workers(
-            workers,
-            worker_init_messages(assembly, entries, devices=_worker_devices(config, count), threads=threads_per_worker),
-            threads,
-        )
+        devices = _worker_devices(config, count)
+        messages = worker_init_messages(assembly, entries, devices=devices, cpus=torch.get_num_threads() // count)
+        worker_pool.init_workers(workers, messages, threads)
         yield assembly, pool_engine(assembly, workers, threads, on_event)
 
 
@@ -81,9 +78,8 @@ def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, E
         workers = stack.enter_context(cluster.actors(share, init_worker))
         # an actor sees no GPU but its own
         devices = ["cuda" if cuda else "cpu"] * share.count
-        worker_pool.init_workers(
-            workers, worker_init_messages(assembly, entries, devices=devices, threads=_num_threads(share.cpus)), threads
-        )
+        messages = worker_init_messages(assembly, entries, devices=devices, cpus=share.cpus)
+        worker_pool.init_workers(workers, messages, threads)
         on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
         yield assembly, pool_engine(assembly, workers, threads, on_event)
 
@@ -126,15 +122,15 @@ def share_weights(assembly: Assembly, allocate: Allocate) -> tuple[Assembly, lis
 
 
 def worker_init_messages(
-    assembly: Assembly, entries: list[dict[str, Any]], *, devices: Sequence[str], threads: int
+    assembly: Assembly, entries: list[dict[str, Any]], *, devices: Sequence[str], cpus: int
 ) -> list[dict[str, Any]]:
-    """The first message to each worker; `devices` are those of torch, one a worker."""
+    """The first message to each worker; `devices` are those of torch, one a worker, and `cpus` its processors."""
     common = {
         "settings": to_toml(assembly.config),
         "registered": registered_names(),
         "data": _data_digest(assembly),
         "weights": entries,
-        "threads": threads,
+        "threads": torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, cpus),
     }
     return [{**common, "place": device} for device in devices]
 
@@ -174,8 +170,3 @@ def _worker_devices(config: Config, count: int) -> list[str]:
     if pick_device(config.run.accelerator, precision=config.model.precision) == "cpu":
         return ["cpu"] * count
     return [f"cuda:{number % torch.cuda.device_count()}" for number in range(count)]
-
-
-def _num_threads(available: int) -> int:
-    """Threads of a worker: OMP_NUM_THREADS where it is set, else its share of the processors."""
-    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, available)
