@@ -5,7 +5,7 @@ secrets it holds digests alone.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -161,14 +161,11 @@ class Recorder:
         now = peak_memory()
         return {kind: max(size, self.earlier_peak.get(kind, 0)) for kind, size in now.items()}
 
-    def record_plan(self, planned: PlanResult, state: FederationState, *, communicates: bool) -> None:
+    def record_plan(self, planned: PlanResult, state: FederationState) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows: Sequence[LedgerRow] = planned.cut_traffic
-        if communicates:
-            rows = plan_messages(planned, with_importance=self._has_importance(planned))
         self._append_rows(self.folder.metrics, [])
-        self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
+        self._append_messages(planned)
         if self.config.run.audit:
             self._write_audit_models(self.folder.audit_round(0), "start", state.client_models)
             self._write_server_state(self.folder.audit_round(0), state.server_state)
@@ -188,18 +185,19 @@ class Recorder:
         common = {"round": state.round + 1, "event": "joined"}
         events = [{**common, "client": client.name, "cluster": client.cluster} for client in clients]
         self._append_rows(self.folder.metrics, events)
-        rows: Sequence[LedgerRow] = join.planned.cut_traffic
-        if strategy_of(assembly.config).communicates:
-            has_importance, number = self._has_importance(join.planned), state.round + 1
-            rows = plan_messages(join.planned, with_importance=has_importance, round=number, only=join.newcomer_models)
-        self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
+        self._append_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
         if self.config.run.audit:
             self._write_join_audit(join)
         self._save_checkpoint(state)
 
-    def _has_importance(self, planned: PlanResult) -> bool:
-        """Return whether clients measured the importance of their layers, of which whole models have none."""
-        return self.config.measures_importance and planned.plan.importance.size > 0
+    def _append_messages(self, planned: PlanResult, *, round: int = 0, only: Collection[str] | None = None) -> None:
+        """Append what planning sent, `only` of these clients; of a rule that sends nothing, what crossed cuts."""
+        rows: Sequence[LedgerRow] = planned.cut_traffic
+        if strategy_of(self.config).communicates:
+            # whole models have no layers whose importance could be measured
+            has_importance = self.config.measures_importance and planned.plan.importance.size > 0
+            rows = plan_messages(planned, with_importance=has_importance, round=round, only=only)
+        self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
 
     def _write_join_audit(self, join: JoinResult) -> None:
         state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)

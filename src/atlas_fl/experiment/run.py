@@ -244,7 +244,7 @@ def _load_or_plan(assembly: Assembly, recorder: Recorder, engine: Engine, emit: 
     models = dict(begun)
     strategy.check(models, planned.plan.federation())
     state = FederationState(round=0, server_models=models, server_state=server_state, client_models=models)
-    recorder.record_plan(planned, state, communicates=strategy.communicates)
+    recorder.record_plan(planned, state)
     return CurrentRun(assembly, planned, state)
 
 
