@@ -7,8 +7,9 @@ those of all that a later command reads, its exports and its summary too. These 
 This finds damage. It is no signature: whoever can write a run's folder can write its digests too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,16 @@ def read_digests(folder: RunFolder) -> Digests | None:
         CheckpointError: `digests.json` is damaged, or missing beside checkpoints.
     """
     if folder.summary.is_file() and folder.digests.is_file():
-        return Digests(sha256=read_sealed(folder.digests, "files", within=folder.path)["files"])
+        return _sealed_digests(folder.digests, within=folder.path)
     state = checkpoint.newest_state(folder.checkpoints)
     if state is not None and folder.summary.is_file():
         raise damaged_file_error(folder, folder.digests, "it is missing")
     return None if state is None else digests_in_state(state)
+
+
+def _sealed_digests(path: Path, *, within: Path) -> Digests:
+    """The digests in a sealed file."""
+    return Digests(sha256=read_sealed(path, "files", within=within)["files"])
 
 
 def check_files(folder: RunFolder, *files: Path) -> None:
@@ -175,31 +181,25 @@ def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
 
     Of a complete run a checkpoint or an export that is not there is no fault: nothing is read from it.
     """
-    try:
-        digests = read_digests(folder) or Digests(sha256={})
-    except CheckpointError as error:
-        yield folder.digests, reason(error)
-        digests = Digests(sha256={})
-    for name in digests.sha256:
-        file = folder.path / name
-        if (fault := digests.fault(folder, file)) and (file.exists() or not is_final_output(name)):
-            yield file, fault
+    yield from _faults_beside(folder.digests, partial(read_digests, folder), within=folder.path)
     heads = [path / checkpoint.STATE for path in checkpoint.paths_by_round(folder.checkpoints).values()]
     heads += [folder.audit / name / "record.json" for name in list_folder(folder.audit, within=folder.path)]
     for head in heads:
         if head.exists():
-            yield from _faults_beside(head, within=folder.path)
+            yield from _faults_beside(head, partial(_sealed_digests, head, within=folder.path), within=folder.path)
 
 
-def _faults_beside(head: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
-    """Every file that is not what was written, of those in the folder of a checkpoint's state or a round's record."""
+def _faults_beside(head: Path, read: Callable[[], Digests | None], *, within: Path) -> Iterator[tuple[Path, str]]:
+    """Every file that is not what was written, of those in the folder of this head, or the head that cannot be read."""
     try:
-        digests = Digests(sha256=read_sealed(head, "files", within=within)["files"])
+        digests = read() or Digests(sha256={})
     except CheckpointError as error:
         yield head, reason(error)
         return
-    for file in (head.parent / name for name in digests.sha256):
-        if fault := digests.fault(RunFolder(head.parent), file, within=within):
+    for name in digests.sha256:
+        file = head.parent / name
+        fault = digests.fault(RunFolder(head.parent), file, within=within)
+        if fault and (file.exists() or not is_final_output(name)):
             yield file, fault
 
 
