@@ -71,7 +71,7 @@ def _number_fault(value: Any) -> str:
 
 
 def split_of(value: Any) -> str | None:
-    """The split that a cell names, in any case; None where it names none."""
+    """The split that a cell or a name means, in any case; None where it means none."""
     word = str(value).strip().lower()
     return next((split for split, known in SPLITS.items() if word in known), None)
 
@@ -327,13 +327,8 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
 def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
     """Tables of a `datasets.DatasetDict` by split; with the names of its classes, or their numbers."""
     reading = formats.Reading(class_names=class_names)
-    items = {split: _dataset_items(rows, reading) for split, rows in _by_split(data).items()}
+    items = {split_of(name) or name: _dataset_items(rows, reading) for name, rows in data.items()}
     return {split: _choose({split: rows}, reading)[0] for split, rows in items.items()}
-
-
-def _by_split(data: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: split for split, names in SPLITS.items() for name in names}
-    return {known.get(name.lower(), name): rows for name, rows in data.items()}
 
 
 def _read_saved(folder: Path) -> dict[str, Any]:
@@ -341,7 +336,8 @@ def _read_saved(folder: Path) -> dict[str, Any]:
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-        return _by_split(loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded})
+        by_name = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+        return {split_of(name) or name: rows for name, rows in by_name.items()}
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
