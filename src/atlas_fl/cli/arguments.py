@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_origin
@@ -22,6 +21,7 @@ from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_da
 from atlas_fl.config.settings import Setting, check_range, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
+from atlas_fl.packaged import packaged_text
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
@@ -78,7 +78,7 @@ def check_flags(groups: Sequence[Words], *, flags: Sequence[str], command: str) 
 @cache
 def hints() -> Mapping[str, str]:
     """Flags of other programs, and what to write here, a row of `synonyms.tsv` for each."""
-    text = resources.files(__package__).joinpath("synonyms.tsv").read_text(encoding="utf-8")
+    text = packaged_text(__package__, "synonyms.tsv")
     return dict(line.split("\t") for line in text.splitlines()[1:])
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from csv import QUOTE_NONE, DictReader
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, published_methods, rule_of
@@ -20,6 +19,7 @@ from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import Mark, from_text, to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.packaged import packaged_text
 from atlas_fl.plugins import registrations
 
 LEAVE_ONE = "leave one of them out"
@@ -158,7 +158,7 @@ _VALUES = (("setting", "value"), ("other", "other_value"), ("third", "third_valu
 @cache
 def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
     """All rows of this table, in the order in which they are checked."""
-    text = resources.files(__package__).joinpath(table).read_text(encoding="utf-8")
+    text = packaged_text(__package__, table)
     rows = DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE, restval="")
     return tuple(
         Conflict(

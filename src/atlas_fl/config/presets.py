@@ -4,11 +4,9 @@ A dial (`--preset NAME --dial 0..4`) is a known difference between the clients o
 amount is settings that fit a user's own tasks as well.
 """
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +14,7 @@ from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import replace_settings, settings, value_of, with_values
 from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError, check_known
+from atlas_fl.packaged import packaged_tables
 
 MIDDLE = 2
 """The amount of a dial where none is given."""
@@ -46,9 +45,8 @@ class Preset:
 @cache
 def presets() -> Mapping[str, Preset]:
     """Every preset by its name."""
-    text = resources.files(__package__).joinpath("presets.toml").read_text(encoding="utf-8")
     recipes: dict[str, Preset] = {}
-    for name, table in tomllib.loads(text).items():
+    for name, table in packaged_tables(__package__, "presets.toml").items():
         inherited = recipes[table.pop("like")].settings if "like" in table else {}
         recipes[name] = Preset(
             about=table.pop("about"),

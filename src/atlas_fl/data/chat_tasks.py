@@ -4,10 +4,8 @@ What is asked does not say in which tone it is answered, so that clients of seve
 of the embedded task: a text that one tone is tested on is trained on in none.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,9 @@ import numpy as np
 from atlas_fl.data.chat import to_text, words
 from atlas_fl.data.embedded import EMBEDDED
 from atlas_fl.data.task import Examples, Rows, Source, Task, TaskData, as_texts, load_task
+from atlas_fl.packaged import packaged_tables
 
-_TABLES: Mapping[str, Any] = tomllib.loads(
-    resources.files(__package__).joinpath("chat_tasks.toml").read_text(encoding="utf-8")
-)
+_TABLES: Mapping[str, Any] = packaged_tables(__package__, "chat_tasks.toml")
 TONES: Mapping[str, str] = _TABLES["tones"]
 TOPICS: Mapping[str, Mapping[str, Any]] = _TABLES["topics"]
 _SOURCES = {task.name: task for task in EMBEDDED}

@@ -7,10 +7,8 @@ stand in `embedded.toml`.
 """
 
 import csv
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 
 from atlas_fl.data.cleaning import SEED, arrange, deduplicate
 from atlas_fl.data.task import Rows, Source, Task, TaskData
+from atlas_fl.packaged import packaged_tables
 from atlas_fl.rng import generator
 from atlas_fl.storage.assets import asset_dir
 
@@ -73,7 +72,7 @@ def _other(description: str, types: Sequence[str], rng: np.random.Generator) -> 
             return drawn
 
 
-_TABLES = tomllib.loads(resources.files(__package__).joinpath("embedded.toml").read_text(encoding="utf-8"))
+_TABLES = packaged_tables(__package__, "embedded.toml")
 COARSE: dict[str, str] = _TABLES["trec"]["coarse"]
 """The coarse types, in the order of the labels, as the questions and as the definitions spell them."""
 DEFINED_AS: dict[str, str] = _TABLES["trec"]["defined_as"]

@@ -8,9 +8,7 @@ The rows of the tasks stand in `federations.toml`.
 
 import csv
 import gzip
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 from atlas_fl.data.embedded import asset_task, read_lines, read_ratings
 from atlas_fl.data.own_clients import Dealing, arrange_clients, cut_groups
 from atlas_fl.data.task import Rows, Task, TaskData, as_texts, concatenate
+from atlas_fl.packaged import packaged_tables
 
 _FIRST_COUNTRY = 30
 """Place in a line of the list of names where the frequencies of the first country stand, one character each."""
@@ -107,5 +106,5 @@ def _task(
     return asset_task(name, make, clients=tuple(clients), **fields)
 
 
-_TABLES = tomllib.loads(resources.files(__package__).joinpath("federations.toml").read_text(encoding="utf-8"))
+_TABLES = packaged_tables(__package__, "federations.toml")
 FEDERATIONS: tuple[Task, ...] = tuple(_task(name, **row) for name, row in _TABLES["tasks"].items())

@@ -10,11 +10,9 @@ the test, and validation is cut from train.
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from atlas_fl.data.image_sets import decode_image
 from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
 from atlas_fl.data.task import Examples, Images, Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
+from atlas_fl.packaged import packaged_tables
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.hub import hub_fault
@@ -230,7 +229,7 @@ def _task(form: Format) -> Task:
     )
 
 
-_ROWS = tomllib.loads(resources.files(__package__).joinpath("hub_tasks.toml").read_text(encoding="utf-8"))
+_ROWS = packaged_tables(__package__, "hub_tasks.toml")
 HUB_TASKS: tuple[Task, ...] = tuple(
     _task(Format(**{"name": name, "config": name, **row})) for name, row in _ROWS.items()
 )

@@ -4,10 +4,9 @@ A module of this package that defines a `Method` with a name is listed by that. 
 settings, are rows of `published.toml`.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module, resources
+from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from atlas_fl.methods.method import Method, Part, PublishedMethod
 from atlas_fl.methods.mr_mtl import PersonalModels
 from atlas_fl.methods.scaffold import ControlVariates
 from atlas_fl.methods.second_model import SecondModel
+from atlas_fl.packaged import packaged_tables
 
 PartT = TypeVar("PartT", bound=Part)
 
@@ -37,7 +37,7 @@ def _classes(base: type[PartT], named_by: str) -> dict[str, type[PartT]]:
 RULES: dict[str, type[Method]] = _classes(Method, "name")
 """The methods that aggregate, by name: what `--strategy` takes, and what a published method is made of."""
 
-_PUBLISHED = tomllib.loads(resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8"))
+_PUBLISHED = packaged_tables(__package__, "published.toml")
 METHODS: dict[str, PublishedMethod] = {name: PublishedMethod(**row) for name, row in _PUBLISHED.items()}
 """Every published method that is a rule with settings, by the name that `--strategy` takes."""
 

@@ -2,10 +2,8 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import resources
 from itertools import takewhile
 from typing import Any
 
@@ -13,10 +11,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from atlas_fl import models
 from atlas_fl.errors import ModelError, short_repr
+from atlas_fl.packaged import packaged_tables
 
-TEMPLATES: Mapping[str, str] = tomllib.loads(resources.files(models).joinpath("chat_templates.toml").read_text("utf-8"))
+TEMPLATES: Mapping[str, str] = packaged_tables(__package__, "chat_templates.toml")
 """Chat templates (Jinja) by name, for tokenizers that have none; an answer ends with the tokenizer's end of text."""
 
 TODAY = datetime(2024, 7, 26)

@@ -6,18 +6,16 @@ stock transformers; a family is data, and its names are the stock names. Both st
 what a cost model must know of a transformer: sizes and nothing else.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from atlas_fl import models
 from atlas_fl.errors import ModelError, short_repr, unknown_name
+from atlas_fl.packaged import packaged_tables
 from atlas_fl.params import HEAD, PARTS, Params
 from atlas_fl.storage.assets import asset_dir, embedded_dir
 
@@ -174,7 +172,7 @@ def with_trained_pooler(family: Family) -> Family:
     return replace(family, pooler=None, head=(layer, *family.head))
 
 
-KNOWN: Mapping[str, Any] = tomllib.loads(resources.files(models).joinpath("known.toml").read_text("utf-8"))
+KNOWN: Mapping[str, Any] = packaged_tables(__package__, "known.toml")
 """Known models by their aliases, and architectures by transformers' names."""
 
 

@@ -1,17 +1,16 @@
 """The embedded models and data: their packages, versions and digests, and their folders once fetched."""
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import platformdirs
 
 from atlas_fl.errors import DataError
+from atlas_fl.packaged import packaged_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class Asset:
 @cache
 def assets() -> Mapping[str, Asset]:
     """The packages by name, out of `assets.toml`."""
-    content = tomllib.loads(resources.files(__package__).joinpath("assets.toml").read_text(encoding="utf-8"))
+    content = packaged_tables(__package__, "assets.toml")
     return {name: Asset(name=name, **entry) for name, entry in content.items()}
 
 

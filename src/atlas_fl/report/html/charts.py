@@ -6,10 +6,11 @@ Names out of a run's files stand in rows, domains and titles alone: never in an 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, TypeAlias
 
 import yaml
+
+from atlas_fl.packaged import packaged_text
 
 Row: TypeAlias = Mapping[str, Any]
 Spec: TypeAlias = dict[str, Any]
@@ -104,7 +105,7 @@ def look() -> Spec:
 
 @cache
 def _specs() -> Mapping[str, Any]:
-    specs: Mapping[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("charts.yaml").read_text("utf-8"))
+    specs: Mapping[str, Any] = yaml.safe_load(packaged_text(__package__, "charts.yaml"))
     return specs
 
 

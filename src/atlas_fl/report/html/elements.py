@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from importlib import resources
 from typing import TypeAlias
 
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 
+from atlas_fl.packaged import packaged_text
 from atlas_fl.report.html.charts import Chart, look
 from atlas_fl.report.table import Cell, Number, Table
 from atlas_fl.storage.jsonl import to_json
@@ -148,7 +148,7 @@ def _template() -> Template:
 @cache
 def asset(name: str) -> str:
     """A file beside this one: a template, a script, a style sheet."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return packaged_text(__package__, name)
 
 
 @cache
