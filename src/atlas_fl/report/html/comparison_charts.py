@@ -8,7 +8,7 @@ import numpy as np
 from atlas_fl.report.comparison_tables import shown
 from atlas_fl.report.html.charts import Chart, Row, Spec, chart, row_height
 from atlas_fl.report.method_comparison import MethodComparison, pareto_front
-from atlas_fl.report.statistics import ROPE
+from atlas_fl.report.statistics import ROPE, MethodStatistics, PairedComparison
 
 SAME_MEMORY = 1.02
 """Predictions that differ by less differ by the lengths of texts alone, and are no reason for a chart."""
@@ -24,15 +24,14 @@ def score_chart(comparison: MethodComparison, place: int) -> Chart:
     order = by_mean(comparison)
     rows: list[Row] = [
         {"method": name, "kind": "control" if name == comparison.control else "method", "seed": str(seed)}
-        | {"score": float(np.mean(scores)), **_mean(comparison, name)}
+        | {"score": float(np.mean(scores)), **_mean(comparison.rows[name].statistics)}
         for name in order
         for seed, scores in zip(comparison.seeds, comparison.scores[name])
     ]
     return chart("method_means", rows, name=f"means-{place}", methods=order, height=row_height(len(order)))
 
 
-def _mean(comparison: MethodComparison, name: str) -> dict[str, Any]:
-    statistics = comparison.rows[name].statistics
+def _mean(statistics: MethodStatistics | PairedComparison) -> dict[str, Any]:
     low, high = statistics.interval or (None, None)
     return {"mean": statistics.mean, "low": low, "high": high}
 
@@ -43,9 +42,8 @@ def difference_chart(comparison: MethodComparison, place: int) -> Chart:
     rows: list[Row] = []
     for name in order:
         pair = comparison.pairs[name]
-        low, high = pair.interval or (None, None)
         verdict = shown(pair) if shown(pair) in ("worse", "equal", "better") else "not decided"
-        common = {"method": name, "mean": pair.mean, "low": low, "high": high, "verdict": verdict}
+        common = {"method": name, **_mean(pair), "verdict": verdict}
         seeds = zip(comparison.seeds, pair.differences)
         rows += [{**common, "seed": str(seed), "difference": difference} for seed, difference in seeds]
     return chart(
