@@ -79,6 +79,12 @@ def head_keys(params: Params) -> list[str]:
     return [key for key in params if key.startswith(HEAD)]
 
 
+def split_body_and_head(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(body, head) of a model."""
+    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
+
+
 def stock_key(key: str) -> str:
     """The stock name of a tensor of a head.
 

@@ -19,7 +19,7 @@ from atlas_fl.models import attention, stock, vision
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.params import HEAD, PARTS, Params, head_keys
+from atlas_fl.params import PARTS, Params, head_keys, split_body_and_head
 from atlas_fl.split.model import client_forward, server_forward
 
 PartT = TypeVar("PartT")
@@ -225,7 +225,7 @@ def body_of(clients: Sequence[Params], site: Site) -> Params:
     if site.trainable == "lora":
         return {}
     (params,) = clients
-    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    return split_body_and_head(params)[0]
 
 
 def features_of_row(row: PackedBatch, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:

@@ -18,7 +18,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
-from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
+from atlas_fl.params import ByClient, Params, Split, split_body_and_head
 from atlas_fl.setup.assembly import Assembly, assemble, recorded_config, trainable_of
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
@@ -68,10 +68,8 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
     models = FederationState.from_checkpoint(saved, assembly.names).client_models
-    bodies = {
-        name: {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-        for name, params in models.items()
-    }
+    parts = {name: split_body_and_head(params) for name, params in models.items()}
+    bodies = {name: body for name, (body, _) in parts.items()}
     first, *others = bodies
     for name in others:
         if any(not torch.equal(tensor, bodies[name][key]) for key, tensor in bodies[first].items()):
@@ -80,7 +78,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
                 " --strategy fedavg ends with"
             )
     body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
-    heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
+    heads = {name: head for name, (_, head) in parts.items()}
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
 
 

@@ -23,7 +23,7 @@ import torch
 from atlas_fl.methods.cfl import CLUSTERS, AveragingInState
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Choice, Losses, RoundStart, tensors_of
-from atlas_fl.params import HEAD, ByClient, Params, ServerState
+from atlas_fl.params import ByClient, Params, ServerState, split_body_and_head
 from atlas_fl.ranges import Range
 from atlas_fl.rng import generator
 
@@ -95,5 +95,4 @@ def _cluster_model(
     members = [other for other in models if clusters[other] == label]
     if of_task := [other for other in members if tasks[other] == tasks[name]]:
         return models[of_task[0]]
-    own_head = {key: tensor for key, tensor in models[name].items() if key.startswith(HEAD)}
-    return {key: tensor for key, tensor in models[members[0]].items() if not key.startswith(HEAD)} | own_head
+    return split_body_and_head(models[members[0]])[0] | split_body_and_head(models[name])[1]

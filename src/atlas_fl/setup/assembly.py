@@ -31,7 +31,7 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainab
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
 from atlas_fl.models.registry import FAMILIES, Family, ModelShape
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
-from atlas_fl.params import HEAD, LORA_A, Params, Split
+from atlas_fl.params import HEAD, LORA_A, Params, Split, split_body_and_head
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -388,7 +388,7 @@ def model_sender(
 ) -> model_sync.NewSender:
     """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
     home = model_sync.DigestCache().digests(trained_body(backbone, config)) if is_full else {}
-    body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
+    body_mask = None if mask is None else split_body_and_head(mask)[0]
     common = model_sync.SenderState(home=home, mask=body_mask, compressed=config.compresses_updates)
     return lambda: model_sync.Sender(common=common, counts_on_trained=keeps_trained)
 

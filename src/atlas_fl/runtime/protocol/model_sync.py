@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import HEAD, PRIVATE, Params, digest
+from atlas_fl.params import PRIVATE, Params, digest, split_body_and_head
 from atlas_fl.partial_sharing import digest_tensor, private_digest, transmitted_params, unshared_keys
 from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head, Message
@@ -55,12 +55,6 @@ class DigestCache:
 def model_name(digests: Digests) -> str:
     """The SHA-256 that names a model."""
     return sha256("\n".join(f"{key} {digests[key]}" for key in sorted(digests)).encode()).hexdigest()
-
-
-def split_body_and_head(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(body, head) of a model."""
-    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
 
 
 @dataclass(kw_only=True, eq=False)
