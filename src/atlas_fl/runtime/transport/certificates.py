@@ -63,8 +63,8 @@ class _Authority:
     name: x509.Name
     key: ec.EllipticCurvePrivateKey
     pem: bytes
-    begin: datetime
-    end: datetime
+    times: tuple[datetime, datetime]
+    """(begin, end)"""
 
     def issue(
         self, folder: Path, name: str, *, hosts: Sequence[str] = (), key: ec.EllipticCurvePublicKey | None = None
@@ -86,7 +86,7 @@ class _Authority:
             ),
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()),
         )
-        files[CERT] = _pem(_certificate(_x509_name(name), key, self.name, self.key, (self.begin, self.end), extensions))
+        files[CERT] = _pem(_certificate(_x509_name(name), key, self.name, self.key, self.times, extensions))
         _write(folder, files)
         return folder
 
@@ -469,7 +469,7 @@ def _new_authority(folder: Path, times: tuple[datetime, datetime]) -> _Authority
     name = _x509_name(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
     pem = _pem(_certificate(name, key.public_key(), name, key, times, ()))
     _write(folder, {CA: pem, KEY: _private(key)})
-    return _Authority(name=name, key=key, pem=pem, begin=times[0], end=times[1])
+    return _Authority(name=name, key=key, pem=pem, times=times)
 
 
 def _old_authority(folder: Path, times: tuple[datetime, datetime]) -> _Authority:
@@ -483,7 +483,7 @@ def _old_authority(folder: Path, times: tuple[datetime, datetime]) -> _Authority
     if until <= begin + EARLY:
         raise ConfigError(f"the authority in {folder} has ended on {until:%Y-%m-%d}; make a new folder for everyone")
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return _Authority(name=cert.subject, key=key, pem=pem, begin=begin, end=min(end, until))
+    return _Authority(name=cert.subject, key=key, pem=pem, times=(begin, min(end, until)))
 
 
 def _certificate(
