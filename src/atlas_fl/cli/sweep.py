@@ -26,7 +26,6 @@ from atlas_fl.experiment.sweep import (
     parse_over,
     run_all,
     same_steps,
-    with_eta,
 )
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
 from atlas_fl.methods.registry import ALIASES as OLD_NAMES
@@ -54,7 +53,9 @@ def sweep(options: SweepOptions) -> int:
         raise ConfigError(
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
-    base = with_eta(options.settings) if options.lambda_sweep else options.settings
+    base = options.settings
+    if options.lambda_sweep and base.mixing.strategy == "atlas":
+        base = with_values(base, {"strategy": "atlas_laplacian"})  # `atlas` has no eta to be swept
     values = parse_over(over)
     rounds = same_steps(base, values)
     note = ""

@@ -151,11 +151,6 @@ def parse_over(texts: Sequence[str], *, presets: bool = False) -> dict[str, tupl
     return over
 
 
-def with_eta(config: Config) -> Config:
-    """The config with the Laplacian in the place of `atlas`, which has no eta to be swept."""
-    return with_values(config, {"strategy": "atlas_laplacian"}) if config.mixing.strategy == "atlas" else config
-
-
 def grid(
     base: Config,
     *,
