@@ -354,9 +354,8 @@ class ExactAverage(OfAll):
         next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
         return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
 
-    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+    def frozen(self, _plan: AuditPlan, state: Flat, _client: str) -> dict[str, Tensor]:
         """Frozen part of every client, by parameter."""
-        del plan, client
         return below(state, "residual/")
 
     def state_fault(self, step: Step) -> tuple[str, float | None]:
@@ -392,9 +391,8 @@ class ExactAverage(OfAll):
 class Directions(OfAll):
     """ILoRA: of the average of the products the orthonormal directions of its first columns, as many as the rank."""
 
-    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+    def initial(self, _run: Run, models: Models) -> dict[str, np.ndarray]:
         """The adapters that clients begin with; the frozen weights, whose directions they are, are not in a folder."""
-        del run
         return {
             f"start/{client}/{key}": numbers(one)
             for client, params in models.items()
@@ -402,9 +400,8 @@ class Directions(OfAll):
             if key.endswith((LORA_A, LORA_B)) and one.numel()
         }
 
-    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+    def frozen(self, _plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Minus the update that the client began with."""
-        del plan
         start = f"start/{client}/"
         own = {path.removeprefix(start): one for path, one in state.items() if path.startswith(start)}
         return {key: torch.neg(one) if key.endswith(LORA_B) else one for key, one in own.items()}
@@ -451,9 +448,8 @@ def dense_updates(step: Step, state: Flat) -> dict[str, np.ndarray]:
 class ByRankOne(Averaging):
     """Fed-PLoRA: modules of rank one, each the mean over who trained it, and those that each client trains next."""
 
-    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+    def initial(self, _run: Run, models: Models) -> dict[str, np.ndarray]:
         """The modules of the largest rank, of which each client trains the first."""
-        del run
         state: dict[str, np.ndarray] = {"draws": np.array(0.0)}
         for client, params in models.items():
             for module in lora_modules(params):

@@ -124,9 +124,8 @@ class TreeWithOutside(Tree):
                     result[f"outside/{client}/{key}"] = mean_of(step, step.trained, others, key)[0]
         return result
 
-    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+    def frozen(self, _plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The adapter of everybody outside."""
-        del plan
         return below(state, f"outside/{client}/")
 
 
@@ -189,9 +188,8 @@ class Levels(ByUpdates):
         is_root = not any(path.startswith("levels/") for path in step.state)
         return step.round >= (np.ceil(settings.server.root_share * last) if is_root else last)
 
-    def frozen(self, plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
+    def frozen(self, _plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """The levels of the client's cluster."""
-        del plan
         return below(state, f"levels/{int(state.get('clusters/' + client, 0))}/")
 
     def state_fault(self, step: Step) -> tuple[str, float | None]:

@@ -31,9 +31,8 @@ LEAST_SHARE = 0.1
 """No client of the quantity skew gets less than this share of the mean."""
 
 
-def iid(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
+def iid(prior: Array, num_clients: int, samples: int, _alpha: float, _rng: np.random.Generator) -> MixesAndSizes:
     """Every client has the task's own mix of classes and `samples` rows."""
-    del alpha, rng
     return np.tile(prior, (num_clients, 1)), np.full(num_clients, samples)
 
 
@@ -55,12 +54,11 @@ def quantity(prior: Array, num_clients: int, samples: int, alpha: float, rng: np
     return np.tile(prior, (num_clients, 1)), min(least, samples) + _round_randomly(shares, rng)
 
 
-def shard(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
+def shard(prior: Array, num_clients: int, samples: int, _alpha: float, rng: np.random.Generator) -> MixesAndSizes:
     """Every client has `samples` rows of two shards: rows sorted by class are cut into two equal ones for each client.
 
     H. B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
     """
-    del alpha
     ends = np.cumsum(prior) / prior.sum()
     cuts = np.linspace(0, 1, 2 * num_clients + 1)
     # overlap of every shard with the stretch of every class
@@ -74,9 +72,8 @@ def _sized(weights: Callable[[Array], Array], formula: str) -> Partition:
     """The partition in the task's own mix whose sizes are in the proportion of these weights of 1, 2, .. clients."""
 
     def partition(
-        prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
+        prior: Array, num_clients: int, samples: int, _alpha: float, rng: np.random.Generator
     ) -> MixesAndSizes:
-        del alpha
         share = weights(np.arange(1.0, num_clients + 1))
         least = min(2, samples)
         spare = share / share.sum() * num_clients * (samples - least)

@@ -14,7 +14,6 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +37,7 @@ from atlas_fl.models.chat_template import TEMPLATES
 from atlas_fl.models.files import hub_name, is_local
 from atlas_fl.models.stock import auto_class
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
+from atlas_fl.packaged import packaged_text
 from atlas_fl.params import HEAD, LORA_GATE, PRIVATE, ByClient, Params, digest, head_keys
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.setup.assembly import Assembly, recorded_config
@@ -354,7 +354,7 @@ def _check_form(form: Form, kind: str, *, writes: bool) -> None:
 
 @cache
 def _card() -> Template:
-    template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    template = packaged_text(__package__, "model_card.md.jinja")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return environment.from_string(template)
 

@@ -39,9 +39,8 @@ class FedAvgOfCores(FedAvgBetweenFactors):
     report = "weight_gradients"
     report_words = "in round one the gradient of the adapted layers' weights, as large as these"
 
-    def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
+    def begin(self, client_models: ByClient, _federation: Federation) -> tuple[ByClient, ServerState]:
         """The drawn models with R = 0, so that the weights are the frozen ones."""
-        del federation
         models = {name: dict(params) for name, params in client_models.items()}
         for params in models.values():
             params |= {module + LORA_CORE: torch.zeros(1, rank, rank) for module, rank in ranks(params).items()}

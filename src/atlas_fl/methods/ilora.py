@@ -41,10 +41,9 @@ class FedAvgByQr(WithFrozenPart):
     makes_frozen = True
 
     def begin_in_weights(
-        self, client_models: ByClient, federation: Federation, weights: Callable[[str], Tensor]
+        self, client_models: ByClient, _federation: Federation, weights: Callable[[str], Tensor]
     ) -> tuple[ByClient, ServerState]:
         """Everyone's model with the first directions of the frozen weights."""
-        del federation
         models = {client: dict(params) for client, params in client_models.items()}
         for module in lora_modules(next(iter(models.values()))):
             self._set_directions(models, module, weights(module).double())

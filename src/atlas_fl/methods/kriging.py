@@ -297,9 +297,8 @@ class FromHalves(FromStart):
         del gram, examples
         raise ConfigError(f"method {self.name!r} has no rows from halves; define predict_rows")
 
-    def _unmeasured_rows(self, step: rules.MixingContext, is_measured: np.ndarray) -> np.ndarray:
+    def _unmeasured_rows(self, step: rules.MixingContext, _is_measured: np.ndarray) -> np.ndarray:
         """The rows of those who are not measured."""
-        del is_measured
         return np.asarray(self.arrival(step))
 
     def _measured_rows(self, step: rules.MixingContext, matrix: np.ndarray, known: np.ndarray) -> np.ndarray:

@@ -34,9 +34,8 @@ class FedAvgOfHeads(FedAvgBetweenFactors):
 
     name = "fedavg_of_heads"
 
-    def begin(self, client_models: ByClient, federation: Federation) -> tuple[ByClient, ServerState]:
+    def begin(self, client_models: ByClient, _federation: Federation) -> tuple[ByClient, ServerState]:
         """Orthonormal factors, the same for everyone, with H_i = 0 and s_i = 1."""
-        del federation
         return {name: {**params, **self._first(params)} for name, params in client_models.items()}, {}
 
     def _first(self, params: Params) -> dict[str, Tensor]:

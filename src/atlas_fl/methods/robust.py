@@ -139,9 +139,8 @@ class Median(Robust, ByCohort):
         """The middle over the first axis."""
         return coordinate_median(stack)
 
-    def next_values(self, inputs: StepInputs) -> NextValue:
+    def next_values(self, _inputs: StepInputs) -> NextValue:
         """The middle of what was trained, value by value."""
-        del inputs
         return lambda cohort, _, values: self.middle(torch.stack([values.trained({k: 1.0}) for k in cohort.weights]))
 
     def initial_models(

@@ -187,9 +187,8 @@ class ByCohort(Method):
         """The shares of the examples inside each cohort."""
         return rules.weighted_average(self.options, step, within=self.options.within)
 
-    def next_values(self, inputs: StepInputs) -> NextValue:
+    def next_values(self, _inputs: StepInputs) -> NextValue:
         """The step of a value in this round; by default to the average of what was trained."""
-        del inputs
         return lambda cohort, _name, values: values.trained(cohort.weights)
 
     def aggregate(self, inputs: StepInputs) -> Aggregated:

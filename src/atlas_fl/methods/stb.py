@@ -51,7 +51,6 @@ class SimilarityTests(FromHalves):
     name = "stb"
     differs = "models for means of samples, noise from halves; zeta and c are settings, there chosen on validation"
 
-    def predict_rows(self, gram: HalfGram, examples: Vector) -> Square:
+    def predict_rows(self, gram: HalfGram, _examples: Vector) -> Square:
         """The rows m_k; numbers of examples count by the noise alone."""
-        del examples
         return neighbour_rows(*measure(gram), zeta=self.stb_zeta, c=self.stb_c)

@@ -8,13 +8,11 @@ first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
-from atlas_fl import ranks
 from atlas_fl.errors import ConfigError, check_known, short_repr
+from atlas_fl.packaged import packaged_tables
 from atlas_fl.ranges import Range
 
 UPLOAD_SECONDS = 1.0
@@ -78,9 +76,7 @@ def _profile(name: str, values: Mapping[str, float]) -> Device:
 _WHOLE = ("max_rank", "adapter_bytes")
 REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
 """Numbers that every profile has, in the order of `--device`."""
-PROFILES: Mapping[str, Mapping[str, float]] = tomllib.loads(
-    resources.files(ranks).joinpath("devices.toml").read_text("utf-8")
-)
+PROFILES: Mapping[str, Mapping[str, float]] = packaged_tables(__package__, "devices.toml")
 """The numbers of every profile, in the units of `BOUNDS`."""
 DEVICES: dict[str, Device] = {name: _profile(name, values) for name, values in PROFILES.items()}
 
