@@ -1,6 +1,6 @@
-"""Files as people have them, each with its fault or its habit: what the table of `docs/guides/files.md` is made of.
+"""Files as people have them, each with its fault or its habit: what the table of `tests/data/messy.md` is made of.
 
-python -m tests.data.messy        the table anew, to paste into the page where a message has changed
+python -m tests.data.messy > tests/data/messy.md        the table anew; `docs/guides/files.md` shows some of its rows
 """
 
 import gzip

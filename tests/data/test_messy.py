@@ -1,4 +1,4 @@
-"""Files as people have them: what the page says of each is what happens."""
+"""Files as people have them: what the table and the page say of each is what happens."""
 
 import csv
 import gzip
@@ -15,21 +15,33 @@ from atlas_fl.errors import ConfigError, DataError
 from tests.data import messy
 
 WORDS = {"utf-16.csv": "текст", "quoted.csv": 'text, number\n"', "latin.csv": "café", "cyrillic.csv": "текст"}
+TABLE = (Path(__file__).parent / "messy.md").read_text(encoding="utf-8").splitlines()
 PAGE = (Path(__file__).parents[2] / "docs/guides/files.md").read_text(encoding="utf-8").splitlines()
 
 
+def file_of(line: str) -> str | None:
+    """The file that a row of the table, or of the page, is about."""
+    match = re.match(r"\| `([\w.-]+)`.* \| ", line)
+    return match[1] if match else None
+
+
 @pytest.mark.parametrize("name", messy.MESSY)
-def test_the_table_of_the_page_says_what_happens(name: str, tmp_path: Path) -> None:
+def test_the_table_says_what_happens(name: str, tmp_path: Path) -> None:
     row = messy.row_of_table(name, tmp_path)
-    assert row in PAGE, f"docs/guides/files.md lacks this row; python -m tests.data.messy prints all:\n{row}"
+    assert row in TABLE, f"python -m tests.data.messy > tests/data/messy.md writes this row:\n{row}"
     assert "\n" not in row and str(tmp_path) not in row
 
 
-def test_the_table_of_the_page_has_no_other_row() -> None:
-    named = [match[1] for line in PAGE if (match := re.match(r"\| `([\w.-]+)`.* \| ", line))]
-    assert named == list(messy.MESSY)
+def test_the_table_has_a_row_for_every_file_and_no_other() -> None:
+    assert [file_of(line) for line in TABLE] == list(messy.MESSY)
     endings = {"." + name.partition(".")[2] for name in messy.MESSY}
     assert {*FORMATS} - {".tsv.gz", ".json.gz"} <= endings
+
+
+def test_the_page_shows_rows_of_the_table() -> None:
+    shown = [line for line in PAGE if file_of(line)]
+    assert len(shown) > 9
+    assert [line for line in shown if line not in TABLE] == []
 
 
 def read(path: Path, options: str = "") -> Rows:
