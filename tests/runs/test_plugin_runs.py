@@ -74,8 +74,8 @@ def share(number):
         return {name: tensor * kept for name, tensor in change.items()}
     return act
 """
-PAGE = (Path(__file__).parents[2] / "docs/guides/add-a-method.md").read_text(encoding="utf-8")
-REPORTING = PAGE[PAGE.index("## A report") :].split("```python\n")[1].split("```")[0]
+PAGE = (Path(__file__).parents[2] / "docs/guides/client-reports.md").read_text(encoding="utf-8")
+REPORTING = PAGE.split("```python\n")[1].split("```")[0]
 """The method of the page, as it stands there."""
 WRITTEN = {"term": TERM, "metric": METRIC, "fingerprint": FINGERPRINT, "filter": FILTER, "reporting": REPORTING}
 CHOSEN: Mapping[str, Any] = {"partition": "staircase", "fingerprint": "signs"}
