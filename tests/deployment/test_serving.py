@@ -1,5 +1,6 @@
 """What cannot be kept across machines is said before anybody is waited for."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.server import check_served, check_sites, reason_for_sites
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.methods.registry import METHODS
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 
 SERVICE = ServerOptions(certs=Path("certs/server"))
@@ -137,3 +139,18 @@ def test_sites_are_told_what_is_wrong_with_the_settings_and_nothing_of_each_othe
     cut = reason_for_sites(ConfigError("unknown name in --split 'site-9'; did you mean 'site-1'"))
     assert cut == "unknown name in --split 'site-9'; ask who runs the server"
     assert "site-1" not in reason_for_sites(BudgetError("phone fits no cut of bert; site-1 has 3 MB"))
+
+
+def test_the_guide_names_every_method_that_is_refused() -> None:
+    page = Path(__file__).parents[2] / "docs/guides/stays-at-a-site.md"
+    (line,) = re.findall(r"^- Refused so far: .*?(?=^- |\Z)", page.read_text(), re.M | re.S)
+    refused = set()
+    for name in METHODS:
+        ranks = "budget" if name == "hsplitlora" else "4"
+        config = with_values(Config(), {"strategy": name, "ranks": ranks})
+        try:
+            check_served(validate(config), replace(SERVICE, late=False))
+        except ConfigError:
+            refused.add(name)
+    of_one_client = {"local", "local_only", "local_prior", "linear_probe", "centralized"}
+    assert refused - of_one_client == (set(re.findall(r"`(\w+)`", line)) & set(METHODS)) - {"fedlease"}
