@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from sklearn.cluster import KMeans
 
 from atlas_fl.data.clients import LEAST, PART, ClientData
 from atlas_fl.params import Split
@@ -28,6 +27,8 @@ def cut_client(
 
     The client itself where one of `count` parts would have too few rows of a split, with a note that says so.
     """
+    from sklearn.cluster import KMeans  # a second that other runs need not pay
+
     trained = embeddings["train"]
     means = KMeans(min(count, len(trained)), n_init=10, random_state=derive_seed(seed, "parts", client.name) % 2**32)
     means.fit(trained)
