@@ -256,7 +256,7 @@ class SumClient:
     _key: bytes = field(default_factory=lambda: os.urandom(SECRET_BYTES))
     _keys: dict[str, PublicKey] = field(default_factory=dict)
     _messages: Messages = field(default_factory=dict)
-    """What everyone has said with its key."""
+    """The messages that came with the keys of all members."""
     _channels: dict[str, bytes] = field(default_factory=dict)
     """By other client the key of what both seal for each other."""
     _seeds: dict[str, bytes] = field(default_factory=dict)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from atlas_fl.client.embeddings import embed
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.fingerprint import FIRST, SECOND, fingerprint
 from atlas_fl.client.job import Job
-from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
+from atlas_fl.clustering.fingerprints import FINGERPRINTS, WITHOUT_GRADIENTS, is_centred
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.errors import ConfigError
 
@@ -72,3 +74,10 @@ def test_a_fingerprint_is_the_sketch_of_the_mean_embedding_of_either_half(tiny_o
         np.testing.assert_allclose(found.params[name].numpy(), expected, atol=1e-5)
     assert found.metrics["agreement"] == pytest.approx(float(found.params[FIRST] @ found.params[SECOND]))
     assert {key for key in found.params if not key.startswith("sketch.")} == set(tiny.params(spec))
+    scored = Job(client="a-0", params=tiny.params(spec), round=0, options=EvaluateOptions(split="train"))
+    assert found.metrics["loss"] == evaluate([scored], site)[0].metrics["loss"]
+
+
+def test_sketches_of_what_all_clients_share_are_centred() -> None:
+    """Means of embeddings, like Fisher information, differ from client to client by little of their length."""
+    assert [kind for kind in (*FINGERPRINTS, *WITHOUT_GRADIENTS) if is_centred(kind)] == ["fisher", "embedding"]

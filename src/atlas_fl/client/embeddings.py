@@ -1,4 +1,4 @@
-"""Embeddings of a client's texts by the frozen model: the mean last hidden state of what is given of each."""
+"""Embeddings of a client's texts: the mean last hidden state of each, or of its prompt, in the frozen model."""
 
 from dataclasses import replace
 

@@ -50,7 +50,7 @@ def _event(q: float, noise: float, steps: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _loss_of_step(q: float, noise: float, interval: float) -> Any:
-    """The privacy loss distribution of one step, which takes most of the time and is that of every round."""
+    """The privacy loss distribution of one step: slow to compute, and the same in every round."""
     losses = _accounting().pld.privacy_loss_distribution
     return losses.from_gaussian_mechanism(noise, value_discretization_interval=interval, sampling_prob=q)
 

@@ -54,7 +54,7 @@ class FedAvgByQr(WithFrozenPart):
         return models, {START: start}
 
     def frozen_part(self, server_state: ServerState, client: str = "") -> Params:
-        """What the client takes off the frozen weights."""
+        """The part that the client takes off the frozen weights."""
         start = params_by_client(server_state, START).get(client, {})
         return {key: -one if key.endswith(LORA_B) else one for key, one in start.items()}
 

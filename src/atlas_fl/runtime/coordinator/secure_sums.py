@@ -51,7 +51,7 @@ class SumSite:
     """The newest group, and as the server has written it: to read all its names costs more than most steps."""
     _round: int = 0
     _start: Params = field(default_factory=dict)
-    """What is shared of the model that this round began with."""
+    """The shared part of the model that this round began with."""
     _own: str = ""
     """The digest of the model of its own that it went on with in this round, where it has one."""
     _trained: Params = field(default_factory=dict)
