@@ -10,8 +10,10 @@ from atlas_fl.cli.arguments import ALIASES, hints, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.cli.options import RunOptions, SweepOptions
 from atlas_fl.config import Config, settings, value_of, with_values
+from atlas_fl.config.methods import settings_read
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.registry import METHODS, RULES
 
 
 def options_of(words: Sequence[str]) -> RunOptions:
@@ -28,14 +30,17 @@ def test_no_words_give_the_quick_preset() -> None:
 
 
 def test_every_setting_is_a_flag_that_reads_its_own_default() -> None:
-    words: list[str] = []
-    base = with_values(Config(), {"strategy": "atlas_laplacian"})  # under which no setting is idle
+    strategies = {name: with_values(Config(), {"strategy": name}) for name in [*METHODS, *RULES, "atlas_laplacian"]}
+    readers = {setting: name for name, config in strategies.items() for setting in settings_read(config)}
+    words: dict[str, list[str]] = {}
     for name, setting in settings().items():
-        value = value_of(base, name)
-        spelled = to_words(value)
-        is_off = setting.kind is bool and not value
-        words += [f"--no-{setting.flag[2:]}"] if is_off else [setting.flag, *(() if setting.kind is bool else spelled)]
-    assert config_of(*words) == base
+        strategy = readers.get(name, "atlas_laplacian")
+        value = value_of(strategies[strategy], name)
+        spelled = () if setting.kind is bool else to_words(value)
+        flag = f"--no-{setting.flag[2:]}" if setting.kind is bool and not value else setting.flag
+        words.setdefault(strategy, []).extend([flag, *spelled])
+    for strategy, typed in words.items():
+        assert config_of("--strategy", strategy, *typed) == strategies[strategy]
 
 
 def test_flags_and_texts_of_a_sweep_say_the_same() -> None:

@@ -63,6 +63,7 @@ RUNS: Mapping[str, str] = {
     "atlas list presets": "atlas list presets",
     "atlas list strategies": "atlas list strategies",
     "atlas list strategies NAME": "atlas list strategies fedavg",
+    "atlas list strategies {}": "atlas list strategies median",
     "atlas list tasks": "atlas list tasks",
     "atlas plan": f"atlas plan {TINY}",
     "atlas resume RUN": "atlas resume runs/stopped",

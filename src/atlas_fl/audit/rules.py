@@ -8,12 +8,8 @@ from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByD
 from atlas_fl.clustering.blocks import MOST_PREDICTED
 from atlas_fl.errors import CheckpointError
 
-OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
-BY_DISTANCE, OF_OTHERS, BY_FEATURES = MeanByDistance(), MeanOfOthers(), class_features.HeadsByFeatures()
-DYNAMIC = server_steps.Dynamic()
-BY_RANK, ORTHONORMAL, ROTATED = server_steps.RankPartitions(), server_steps.Orthonormal(), server_steps.Rotated()
+OWN = Own()
 MULTI_TASK = kriging.FromHalves(within="all", predict=kriging.by_multi_task_averaging)
-STACKED, WITH_RESIDUAL, WITH_REST = (server_steps.ExactAverage(kind=kind) for kind in ("stacked", "residual", "rest"))
 
 RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("local", "local_only", "centralized", "linear_probe", "local_prior"), OWN),
@@ -22,18 +18,18 @@ RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("scaffold", "ditto", "apfl", "feddpa"), MEAN),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), CLUSTER_MEAN),
     **dict.fromkeys(("fedavg_oracle", "fedrouter", "atlas_no_laplacian", "mr_mtl_cluster"), CLUSTER_MEAN),
-    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), LAPLACIAN),
-    **dict.fromkeys(("fedavg_by_norm", "hetlora"), BY_NORM),
-    **dict.fromkeys(("fedavg_by_rank", "raflora"), BY_RANK),
-    **dict.fromkeys(("fedavg_by_distance", "fedamp"), BY_DISTANCE),
-    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), OF_OTHERS),
-    **dict.fromkeys(("fedavg_dynamic", "feddyn"), DYNAMIC),
-    **dict.fromkeys(("fedavg_orthonormal", "fedsvd"), ORTHONORMAL),
-    **dict.fromkeys(("fedavg_rotated", "fedrot"), ROTATED),
-    **dict.fromkeys(("fedavg_with_rest", "fedmomentum"), WITH_REST),
-    **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
-    **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
-    **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
+    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), Laplacian()),
+    **dict.fromkeys(("fedavg_by_norm", "hetlora"), Mean(shares=averages.by_norm)),
+    **dict.fromkeys(("fedavg_by_rank", "raflora"), server_steps.RankPartitions()),
+    **dict.fromkeys(("fedavg_by_distance", "fedamp"), MeanByDistance()),
+    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), MeanOfOthers()),
+    **dict.fromkeys(("fedavg_dynamic", "feddyn"), server_steps.Dynamic()),
+    **dict.fromkeys(("fedavg_orthonormal", "fedsvd"), server_steps.Orthonormal()),
+    **dict.fromkeys(("fedavg_rotated", "fedrot"), server_steps.Rotated()),
+    **dict.fromkeys(("fedavg_with_rest", "fedmomentum"), server_steps.ExactAverage(kind="rest")),
+    **dict.fromkeys(("fedavg_stacked", "flora"), server_steps.ExactAverage(kind="stacked")),
+    **dict.fromkeys(("fedavg_with_residual", "fedex"), server_steps.ExactAverage(kind="residual")),
+    **dict.fromkeys(("classifier_collaboration", "fedpac"), class_features.HeadsByFeatures()),
     **dict.fromkeys(("fedavg_by_rank_one", "fedplora"), server_steps.ByRankOne()),
     **dict.fromkeys(("fedavg_of_cores", "fedsb", "fedavg_of_heads", "ravan"), server_steps.Cores()),
     **dict.fromkeys(("fedavg_by_qr", "ilora"), server_steps.Directions()),

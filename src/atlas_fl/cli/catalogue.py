@@ -1,7 +1,6 @@
 """`atlas list`: the registries."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import TypeAlias
 
 from rich.table import Table
@@ -10,7 +9,13 @@ from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import knobs_of, method_class, published_methods, with_method_settings
+from atlas_fl.config.methods import (
+    knobs_of,
+    method_class,
+    published_methods,
+    settings_read,
+    with_method_settings,
+)
 from atlas_fl.config.presets import presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import describe, to_words
@@ -54,18 +59,15 @@ def _listing(rows: Lines) -> Table:
 
 def _knobs(name: str) -> Lines:
     """The settings that a strategy has an effect on, or fixes, with their values under it."""
-    from atlas_fl.setup.options import parts_of_config  # imports the training, for this one list
-
     name = ALIASES.get(name, name)
     method = published_methods().get(name)
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
     fixed = {} if method is None else method.settings
     suggested = {} if method is None else method.suggested
-    knobs = {*method_class(config).uses, *(one.name for part in parts_of_config(config) for one in fields(part))}
+    read = settings_read(config)
     yield "flag", "value", "what it is"
     for setting in settings().values():
-        is_own = setting.name in {*suggested, *knobs}
-        if is_own or setting.name in fixed:
+        if setting.name in {*suggested, *read, *fixed}:
             note = "" if setting.name not in fixed else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
     for knob in knobs_of(method_class(config)).values():

@@ -6,8 +6,9 @@ them. The registry is imported in functions, because it takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_fl.config.schema import Config
@@ -23,6 +24,7 @@ from atlas_fl.config.settings import (
 )
 from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError, check_known
+from atlas_fl.methods.knobs import knobs_class
 from atlas_fl.plugins import registrations
 
 if TYPE_CHECKING:
@@ -115,8 +117,30 @@ def with_method_settings(config: Config) -> Config:
     return replace_settings(missing, base=config) if missing else config
 
 
-OF_LAPLACIAN = frozenset({"--eta", "--eta-decay", "--layer-weighting"})
-"""Flags that have a meaning under the Laplacian alone."""
+def settings_read(config: Config) -> set[str]:
+    """Settings of single methods that the method of this config reads, and what else it switches on beside it."""
+    from atlas_fl.methods.registry import make, parts_of
+
+    values = {name: value_of(with_method_settings(config), name) for name in settings()}
+    method = make(method_class(config), values)
+    within = ["within"] if method.reads_within and "within" not in method.fixed else []
+    return {*method.uses, *within, *(one.name for part in parts_of(method, values) for one in fields(part))}
+
+
+def check_read(names: Iterable[str], *, configs: Sequence[Config]) -> None:
+    """Raise ConfigError for the first of these settings that is one of single methods, and of none of the configs'."""
+    from atlas_fl.methods.registry import RULES
+
+    of_methods = {"eta", "eta_decay", "layer_weighting", "within", *(one.name for one in fields(knobs_class()))}
+    unread = of_methods.intersection(names)
+    if not unread or any(rule_of(config) not in RULES for config in configs):  # a plug-in's may not be loaded yet
+        return
+    if unread := unread.difference(*map(settings_read, configs)):
+        strategies = dict.fromkeys(config.mixing.strategy for config in configs)
+        raise ConfigError(
+            f"{settings()[min(unread)].flag} does nothing with --strategy {', '.join(strategies)}; leave it out"
+            f" (`atlas list strategies {next(iter(strategies))}` shows what has an effect)"
+        )
 
 
 def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
@@ -124,21 +148,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
 
     A typed value that is the default can be told from one that nobody chose here alone.
     """
-    strategy = config.mixing.strategy
-    from atlas_fl.methods.registry import RULES
-
-    rule = RULES.get(rule_of(config))  # None of a plug-in's, which is not loaded yet, and of an unknown one
-    if rule is not None and rule.asks_once and (of_laplacian := sorted(flags & OF_LAPLACIAN)):
-        raise ConfigError(
-            f"{of_laplacian[0]} is a setting of the Laplacian, and --strategy {strategy} measures how much is shared;"
-            " leave it out, or take the strategy atlas_laplacian"
-        )
-    if strategy == "atlas" and "--within" in flags:
-        raise ConfigError(
-            "--within says whether kriging asks clusters what to average, and --strategy atlas does;"
-            " leave it out, or take --strategy kriging"
-        )
-    method = published_methods().get(strategy)
+    method = published_methods().get(config.mixing.strategy)
     if method is None:
         return
     defaults = Config()
@@ -147,7 +157,11 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
             raise _contradiction(config, name, value)
     for name in method.suggested:
         if settings()[name].flag in flags and value_of(config, name) == value_of(defaults, name):
-            raise _switched_off(config, name)
+            given = flag_words(settings()[name], value_of(config, name))
+            raise ConfigError(
+                f"{given} switches off what --strategy {config.mixing.strategy} adds to {rule_of(config)}; take"
+                f" --strategy {rule_of(config)}, or another value"
+            )
 
 
 def without_method_settings(config: Config) -> Config:
@@ -166,12 +180,4 @@ def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
     return ConfigError(
         f"{settings()[name].flag} is {actual}, and --strategy {strategy} is {needed}; set {needed}, or take another"
         " strategy"
-    )
-
-
-def _switched_off(config: Config, name: str) -> ConfigError:
-    given, rule = flag_words(settings()[name], value_of(config, name)), rule_of(config)
-    return ConfigError(
-        f"{given} switches off what --strategy {config.mixing.strategy} adds to {rule}; take --strategy {rule}, or"
-        " another value"
     )

@@ -26,7 +26,6 @@ class AtlasLaplacian(Method):
     name = "atlas_laplacian"
     needs = "validation data with --graph adaptive"
     clustered = True
-    has_eta = True
     not_a_sum = "mixes by I - eta L, which can be inverted: what it gives out gives every model away"
     uses = (
         *("eta", "eta_decay", "layer_weighting"),

@@ -239,8 +239,6 @@ class Method(Part):
     """The server goes on from what was trained, so that a client alone does not keep it."""
     in_factors: ClassVar[bool] = False
     """It mixes the factors A and B alone; others mix in either space."""
-    has_eta: ClassVar[bool] = False
-    """Its step has a size."""
     is_average: ClassVar[bool] = False
     """Tensors that are equal at all clients stay what they are, but for rounding."""
     not_a_sum: ClassVar[str] = "needs the models of single clients"
@@ -365,7 +363,7 @@ class Method(Part):
 
     def eta(self, round: int) -> float:
         """The size of the step in this round (the first is 1); 0 where the rule has none."""
-        return self.options.eta * self.options.eta_decay ** (round - 1) if self.has_eta else 0.0
+        return self.options.eta * self.options.eta_decay ** (round - 1) if "eta" in self.uses else 0.0
 
     def matrices(
         self, federation: Federation, present: Sequence[bool], *, round: int, models: rules.RoundModels | None = None
@@ -379,7 +377,7 @@ class Method(Part):
             federation,
             present,
             eta=self.eta(round),
-            layer_weighting=self.options.layer_weighting if self.has_eta else "none",
+            layer_weighting=self.options.layer_weighting if "layer_weighting" in self.uses else "none",
             granularity=self.granularity,
             models=models,
         )
