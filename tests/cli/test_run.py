@@ -306,6 +306,8 @@ COMMANDS_WITH_MISTAKES = {
     "sweep --over strategy=fedavg,median --over stb_c=0,1": "--stb-c does nothing with --strategy fedavg, median;",
     "sweep --over eta=0,0.5": "--eta does nothing with --strategy atlas;",
     "compare --strategies atlas --over eta=0,1": "--eta does nothing with --strategy atlas;",
+    "compare --strategies stb local --eta 0.2 --trials 2": "--eta does nothing with --strategy stb, local; leave it out",
+    "compare --strategies local fedavg --stb-c 0.2": "--stb-c does nothing with --strategy local, fedavg; leave it out",
     "compare --strategies atals": "unknown strategy 'atals'; did you mean 'atlas'?",
     "resume nothing": "not a run folder: nothing;",
     "resume nothing --max-rounds 0": "--max-rounds is 0; allowed: at least 1;",

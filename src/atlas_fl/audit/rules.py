@@ -8,11 +8,10 @@ from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByD
 from atlas_fl.clustering.blocks import MOST_PREDICTED
 from atlas_fl.errors import CheckpointError
 
-OWN = Own()
 MULTI_TASK = kriging.FromHalves(within="all", predict=kriging.by_multi_task_averaging)
 
 RULES: Mapping[str, step.Formula] = {
-    **dict.fromkeys(("local", "local_only", "centralized", "linear_probe", "local_prior"), OWN),
+    **dict.fromkeys(("local", "local_only", "centralized", "linear_probe", "local_prior"), Own()),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), MEAN),
     **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), MEAN),
     **dict.fromkeys(("scaffold", "ditto", "apfl", "feddpa"), MEAN),
@@ -71,7 +70,7 @@ def formula_of(run: run_files.Run, round: int | None = None) -> step.Formula:
     Raises CheckpointError for a strategy that no audit is written for.
     """
     if round is not None and not run.is_aggregated(round):
-        return OWN
+        return Own()
     strategy = run.mixing.strategy
     if (strategy not in RULES and run.settings.run.plugin) or predicts_in_blocks(run):
         return Recorded()

@@ -308,8 +308,8 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
     if not hasattr(options, "strategies"):  # a comparison names its strategies apart
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
         methods.check_typed_settings(config, typed)
-        if not any(word.startswith("strategy=") for word in values.get("over", ())):
-            methods.check_read(changes, configs=[config])
+    if not hasattr(options, "over"):  # several runs are asked together
+        methods.check_read(changes, configs=[config])
     return options(**values, settings=config)  # type: ignore[call-arg]
 
 

@@ -9,13 +9,7 @@ from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import (
-    knobs_of,
-    method_class,
-    published_methods,
-    settings_read,
-    with_method_settings,
-)
+from atlas_fl.config.methods import knobs_of, method_class, published_methods, settings_read, with_method_settings
 from atlas_fl.config.presets import presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import describe, to_words

@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 from atlas_fl.cli.arguments import Words, parse
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import CompareOptions, SweepOptions
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, differences, with_values
+from atlas_fl.config.methods import check_read
 from atlas_fl.config.presets import federation_name
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -65,6 +66,7 @@ def sweep(options: SweepOptions) -> int:
         counts = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
         show([f"{note}: {counts}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
+    check_read([*values, *differences(base, Config())], configs=[point.config for point in points])
     path = Path(base.run.runs_dir) / comparison_name(points, preset=federation_name(base))
     finished, written = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[finished_runs.RunScores]] = {}
@@ -86,6 +88,8 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     values = parse_over(options.over, presets=True)
     if "strategy" in values:
         raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
+    each = [with_values(options.settings, {"strategy": name}) for name in options.strategies]
+    check_read(differences(options.settings, Config()), configs=each)
     points: list[Point] = []
     tuned: dict[str, tuple[TunedMethod, ...]] = {}
     for preset, base in _federations(groups, options, values).items():
@@ -94,6 +98,7 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
+    check_read(values, configs=[point.config for point in points])
     if options.control in {point.changes["strategy"] for point in points if point.config.data.centralized}:
         raise ConfigError(
             f"--control is {options.control}, which has one client a task; allowed: a strategy of clients"

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from atlas_fl.config import Config, config_hash, parse_config, pin_mask_file, run_folder, to_toml, validate, with_values
-from atlas_fl.config.methods import check_read, check_typed_settings, without_method_settings
+from atlas_fl.config.methods import check_typed_settings, without_method_settings
 from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting, settings
 from atlas_fl.config.values import LARGEST, Mark
@@ -183,7 +183,6 @@ def grid(
                 name = f"{base.run.name}-s{seed}-{config_hash(config)[:8]}"
                 config = replace(config, run=replace(config.run, name=name))
             points.append(Point(config=config, changes=changes))
-    check_read(over, configs=[point.config for point in points])
     _check_distinct(points)
     return tuple(points)
 
