@@ -128,9 +128,14 @@ def settings_read(config: Config) -> set[str]:
 
 
 def check_read(names: Iterable[str], *, configs: Sequence[Config]) -> None:
-    """Raise ConfigError for the first of these settings that is one of single methods, and of none of the configs'."""
+    """Raise ConfigError for the first of these settings that no config reads, whatever its value.
+
+    They are settings of single methods, and the budget of a privacy that is off.
+    """
     from atlas_fl.methods.registry import RULES
 
+    if "epsilon" in names and all(config.training.dp == "none" for config in configs):
+        raise ConfigError("--epsilon is the budget of --dp, which is none; set --dp example or --dp client")
     of_methods = {"eta", "eta_decay", "layer_weighting", "within", *(one.name for one in fields(knobs_class()))}
     unread = of_methods.intersection(names)
     if not unread or any(rule_of(config) not in RULES for config in configs):  # a plug-in's may not be loaded yet
