@@ -305,7 +305,6 @@ COMMANDS_WITH_MISTAKES = {
     "run --wire int8": "--wire int8 is of cut models, and there is --split none; set --split auto, or leave",
     "run --norm-bound off --max-norm-ratio 3": "--max-norm-ratio 3 is of --norm-bound, which is off;",
     "run --budget memory --alpha-act 0.1": "--alpha-act 0.1 is of --budget fractions, and there is --budget memory;",
-    "run --fingerprint-steps 9": "--fingerprint-steps 9 is of --fingerprint delta, and there is --fingerprint fisher;",
     "run --eta 0.2": "--eta does nothing with --strategy atlas; leave it out (`atlas list strategies atlas` shows",
     "run --strategy fedavg --second-weight 0.2": "--second-weight does nothing with --strategy fedavg; leave it out",
     "plan --strategy median --within all --max-share 1 --stb-c 1": "--stb-c does nothing with --strategy median;",

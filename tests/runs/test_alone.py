@@ -10,7 +10,7 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
-from atlas_fl.config import to_toml, with_values
+from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.experiment import alone
 from atlas_fl.experiment.alone import reference_assembly
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -155,29 +155,44 @@ def test_who_is_left_out_is_told(config: Make, tmp_path: Path) -> None:
     assert reference is not None and reference.names == ("movie-0", "movie-1", "trec-0", "trec-1")
 
 
-@pytest.mark.slow
-def test_a_users_own_data_are_compared_over_draws_of_their_test_examples(
-    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def with_own_data(made: Config, folder: Path) -> Config:
+    """The same with clients that are dealt rows of a csv file in the folder."""
     words = [("good", 1), ("bad", 0)]
     lines = [
         f"{word} film number {number} {'very ' * (number % 5)},{label}" for number in range(60) for word, label in words
     ]
-    (tmp_path / "notes.csv").write_text("\n".join(["text,label", *lines]))
-    made = config(samples=20, test_samples=12, rounds=2, alone="all")
-    data = replace(made.data, tasks=(), task=(f"notes={tmp_path / 'notes.csv'},text=text,label=label",))
-    run = replace(made.run, name=None)
-    (tmp_path / "own.toml").write_text(to_toml(replace(made, data=data, run=run)))
+    (folder / "notes.csv").write_text("\n".join(["text,label", *lines]))
+    task = f"notes={folder / 'notes.csv'},text=text,label=label"
+    return replace(made, data=replace(made.data, tasks=(), task=(task,)), run=replace(made.run, name=None))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_draws_of_test_examples_are_written_for_as_many_clients_as_have_a_folder(
+    most: int, config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.experiment.run.MOST_EXPORTED", most)
+    made = with_own_data(config(samples=20, test_samples=12, rounds=1, alone="all"), tmp_path)
+    result = run_config(made)
+    assert len(result.summary["clients"]) == len(result.summary["alone"]["clients"]) == 2
+    assert RunFolder(result.folder).resampled.is_file() is (most == 2)
+
+
+@pytest.mark.slow
+def test_a_users_own_data_are_compared_over_draws_of_their_test_examples(
+    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = with_own_data(config(samples=20, test_samples=12, rounds=2, alone="all"), tmp_path)
+    (tmp_path / "own.toml").write_text(to_toml(made))
     flags = ["--config", str(tmp_path / "own.toml"), "--strategies", "local", "fedavg", "--seeds", "2"]
     assert main(["compare", *flags]) == 0
     said = capsys.readouterr().out
     assert "of 2 clients, 95% " in said and "95%: over draws of the test examples" in " ".join(said.split())
     assert said.count("Against fedavg") == 1 and "Costs" not in said and "±0.000" not in said
-    folders = [RunFolder(path.parent) for path in Path(run.runs_dir).glob("*/summary.json")]
+    folders = [RunFolder(path.parent) for path in Path(made.run.runs_dir).glob("*/summary.json")]
     assert len(folders) == 4 and not any(folder.alone.exists() for folder in folders)
     assert main(["audit", str(folders[0].path)]) == 0
     folders[0].resampled.write_bytes(b"")
-    assert main(["results", run.runs_dir]) == 2
+    assert main(["results", made.run.runs_dir]) == 2
     assert "resampled.safetensors" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ from atlas_fl.experiment.summary import MEASURED, STOPPED, best_rounds, peak_mem
 from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.options import strategy_of
-from atlas_fl.storage import checkpoint, digests, jsonl
+from atlas_fl.storage import checkpoint, digests, folder_access, jsonl
 from atlas_fl.storage.files import secret_digest
 from atlas_fl.storage.ledger import LedgerRow
 from atlas_fl.storage.mapped import MappedTensors
@@ -368,9 +368,10 @@ class Recorder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
-        digest = sha256(jsonl.encode_json(summary)).hexdigest()
+        content = jsonl.encode_json(summary)
+        digest = sha256(content).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
-        jsonl.write_json(self.folder.summary, summary)
+        folder_access.write_atomic(self.folder.summary, content)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
         """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""

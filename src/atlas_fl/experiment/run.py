@@ -24,7 +24,7 @@ from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, RoundFinished, ignore, tell_notes
 from atlas_fl.experiment.alone import reference_assembly, resample_clients, score_examples, summarise_gains
 from atlas_fl.experiment.backends import BACKENDS, Backend
-from atlas_fl.experiment.export import export_clients
+from atlas_fl.experiment.export import MOST_EXPORTED, export_clients
 from atlas_fl.experiment.recorder import Recorder, check_provenance, check_run_files, check_same_settings, provenance_of
 from atlas_fl.experiment.rounds import CurrentRun, run_rounds
 from atlas_fl.experiment.state import FederationState
@@ -152,11 +152,12 @@ def _train_remaining(
     assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
     summary = _summarise_run(assembly, recorder)
     if state.is_over:
-        names = () if at_sites else assembly.names if config.data.task else () if reference is None else reference.names
+        whole = bool(config.data.task) and len(assembly.names) <= MOST_EXPORTED
+        names = () if at_sites else assembly.names if whole else () if reference is None else reference.names
         asked = frozenset(names)
         own = {name: params for name, params in state.predicting_models(config).items() if name in asked}
         scored = score_examples(engine, config, own, cuts_of(assembly, planned.plan), round=state.round)
-        if asked and config.data.task:
+        if asked and whole:
             recorder.record_resampled(resample_clients(assembly, scored))
         if reference is not None:
             emit(PhaseStarted("clients alone"))

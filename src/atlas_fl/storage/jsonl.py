@@ -33,9 +33,7 @@ SEAL = "sha256"
 
 def _to_builtin(value: object) -> object:
     """NumPy's numbers and arrays as Python's; `json` asks for what it does not know."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no JSON value; give numbers, text, lists and mappings")
 
@@ -60,7 +58,7 @@ def to_json(value: object) -> str:
         DataError: a number is NaN or infinite; the message says which.
     """
     try:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False, default=_to_builtin)
+        return _ENCODER.encode(value)
     except ValueError:
         where = _find_undefined(value) or "the value refers to itself"
         raise DataError(f"{where}; strict JSON holds finite numbers only: leave undefined values out") from None
@@ -85,6 +83,7 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, default=_to_builtin)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _TOO_DEEP = f"its lists are nested more than {MOST_DEPTH} deep"
 
