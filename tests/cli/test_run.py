@@ -261,9 +261,9 @@ def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(a
     confirmed = [config for config in ran if config.run.seed in (42, 123)]
     assert [run_folder(config).tuning.is_file() for config in ran] == [config in confirmed for config in ran]
     said = atlas("results", str(tmp_path), "--control", "local")
-    tried = "3 settings tried on seeds 9001, 9002, lr 0.005..0.02; chosen, with the validation score: local lr 0.01 ("
-    assert tried in said.out
-    assert re.search(r"; ditto lr [0-9.]+, second_weight [0-9.]+ of 0\.03\.\.0\.5 \(", said.out)
+    assert "\n3 settings tried on seeds 9001, 9002, lr 0.005..0.02.\n" in said.out
+    assert re.search(r"\| `local` \| 3 \| lr 0.01 \| 0\.\d+ \|", said.out)
+    assert re.search(r"\| `ditto` \| 3 \| lr [0-9.]+, second_weight [0-9.]+ of 0\.03\.\.0\.5 \| 0\.\d+ \|", said.out)
 
 
 def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(atlas, ran, tmp_path) -> None:

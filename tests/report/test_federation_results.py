@@ -103,10 +103,13 @@ DITTO = TunedMethod(
         TuningTrial(settings={"lr": 0.01, "second_weight": 0.1}, validation=0.9),
     ),
 )
-SAID = (
-    "3 settings tried on seeds 9001, 9002, lr 0.01..0.02; chosen, with the validation score: ditto lr 0.01,"
-    " second_weight 0.1 of 0.1..0.5 (0.900)"
-)
+TRIED = "3 settings tried on seeds 9001, 9002, lr 0.01..0.02"
+TABLE = """*Tuning*
+
+| method | tried | chosen | validation |
+|---|---|---|---|
+| `ditto` | 3 | lr 0.01, second_weight 0.1 of 0.1..0.5 | 0.900 |
+"""
 
 
 @pytest.fixture
@@ -131,7 +134,8 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
 @pytest.mark.slow
 def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned) -> None:
     page = results_page(find_finished_runs([tuned]), control="fedavg")
-    assert f"\n\n{SAID}.\n\nNo tuning on record: local, fedavg, fedper.\n" in page
+    assert f"\n\n{TRIED}.\n\nNo tuning on record of all runs: local, fedavg, fedper.\n" in page
+    assert TABLE in page
     assert "Settings of each method" not in page, "what was tuned is said once"
     file = tuned / "rows.csv"
     file.write_text(to_csv(find_finished_runs([tuned])))
@@ -141,12 +145,18 @@ def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned) -> None:
 def test_without_a_record_a_page_says_that_there_is_none(make_federation, tmp_path) -> None:
     make_federation(2)
     page = results_page(find_finished_runs([tmp_path]), control="fedavg")
-    assert "Settings of all its runs: lr=0.01.\n\nNo tuning on record: local, fedavg, fedper.\n\nMeans over 4" in page
+    assert (
+        "Settings of all its runs: lr=0.01.\n\nNo tuning on record of all runs: local, fedavg, fedper.\n\nMeans over 4"
+        in page
+    )
 
 
-def test_some_runs_without_a_record_are_counted(tuned) -> None:
+def test_a_method_of_which_a_run_has_no_record_is_named(tuned) -> None:
+    assert results_of(tuned).tuned == {"ditto": DITTO}
     RunFolder(tuned / "2-ditto-10.1").tuning.unlink()
-    assert results_of(tuned).tuned["ditto"].endswith("; 1 of 3 runs have no such record")
+    assert results_of(tuned).tuned == {}
+    page = results_page(find_finished_runs([tuned]), control="fedavg")
+    assert "No tuning on record of all runs: local, fedavg, ditto, fedper." in page and "*Tuning*" not in page
 
 
 def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(make_federation, tmp_path) -> None:

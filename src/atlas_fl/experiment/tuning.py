@@ -61,15 +61,21 @@ class TunedMethod:
         """The trial with the best validation score; of equal ones the first, which is nearer to the defaults."""
         return max(self.trials, key=lambda trial: trial.validation)
 
+    @property
+    def tried(self) -> str:
+        """`8 settings tried on seeds 9001, 9002, lr 0.005..0.02`."""
+        number = f"{len(self.trials)} setting{'s' * (len(self.trials) > 1)}"
+        return f"{number} tried on seeds {', '.join(map(str, self.seeds))}, lr {self._ends('lr')}"
+
+    @property
+    def chosen(self) -> str:
+        """`lr 0.01, eta 1 of 0..1`: the best settings, of all but the rate with what was tried."""
+        words = [f"{name} {value_words(value)} of {self._ends(name)}" for name, value in self.best.settings.items()]
+        return ", ".join([words[0].partition(" of ")[0], *words[1:]])
+
     def __str__(self) -> str:
         """`8 settings tried on seeds 9001, 9002, lr 0.005..0.02; chosen lr 0.01, eta 1 of 0..1 (validation 0.812)`."""
-        words = [f"{name} {value_words(value)} of {self._ends(name)}" for name, value in self.best.settings.items()]
-        rate, _, rates = words[0].partition(" of ")
-        return (
-            f"{len(self.trials)} setting{'s' * (len(self.trials) > 1)} tried on seeds"
-            f" {', '.join(map(str, self.seeds))}, lr {rates}; chosen {', '.join([rate, *words[1:]])}"
-            f" (validation {self.best.validation:.3f})"
-        )
+        return f"{self.tried}; chosen {self.chosen} (validation {self.best.validation:.3f})"
 
     def _ends(self, name: str) -> str:
         """`0.005..0.02`, or the choices that were tried."""

@@ -18,7 +18,7 @@ from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.data.clients import group_by
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.tuning import KNOBS
+from atlas_fl.experiment.tuning import KNOBS, TunedMethod
 from atlas_fl.methods.registry import METHODS
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.method_comparison import BASELINE, MethodComparison, compare_scores, default_control
@@ -43,8 +43,8 @@ class FederationResults:
     """Settings that all its runs share and that are not those of its preset; of what tuning varies, not the default."""
     own_settings: Mapping[str, str]
     """By method, those of its settings in which it differs from other methods, and which are not what it sets."""
-    tuned: Mapping[str, str]
-    """By method, what was tried of it on which seeds, and what was chosen; without those of no record."""
+    tuned: Mapping[str, TunedMethod]
+    """By method, the record of tuning that all its runs have."""
     comparison: MethodComparison | None
     """None where the control lacks seeds that others have."""
     seeds: Mapping[str, tuple[int, ...]]
@@ -121,7 +121,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         words=_dial_words(config),
         changed=_changed_settings(by_client or runs),
         own_settings=_own_settings({name: methods[name] for name in _in_order(methods, control)}),
-        tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
+        tuned={name: record for name in _in_order(methods, control) if (record := _shared_record(methods[name]))},
         comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
         in_one_place={
@@ -205,15 +205,10 @@ def _changed_settings(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     return shared
 
 
-def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
-    """Settings that were tried of the method of these runs; empty if none has a record of it."""
-    records = [run.tuning for run in runs.values()]
-    if all(record is None for record in records):
-        return ""
-    first = next(record for record in records if record is not None)
-    others = sum(record != first for record in records)
-    partly = f"; {others} of {len(records)} runs have no such record" if others else ""
-    return f"{first}{partly}"
+def _shared_record(runs: Mapping[int, FinishedRun]) -> TunedMethod | None:
+    """The record of tuning that all these runs have; None where some have none, or another."""
+    first, *others = [run.tuning for run in runs.values()]
+    return first if all(record == first for record in others) else None
 
 
 def _in_order(methods: Mapping[str, Any], control: str) -> dict[str, Any]:

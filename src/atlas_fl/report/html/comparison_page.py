@@ -3,13 +3,13 @@
 The same runs give the same page; `render` makes HTML of it, `markdown` Markdown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from atlas_fl.errors import ConfigError, first_of
-from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
+from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod
 from atlas_fl.report.comparison_tables import glance_table, method_tables, pair_tables
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import FederationResults, federation_results, lines_in_one_place, setting_words
@@ -18,7 +18,7 @@ from atlas_fl.report.format import isolate
 from atlas_fl.report.html.comparison_charts import difference_chart, fronts, score_chart
 from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
 from atlas_fl.report.method_comparison import AVERAGE, comparison_sentence
-from atlas_fl.report.table import Table
+from atlas_fl.report.table import Table, count, plain
 from atlas_fl.storage.run_folder import find_run
 
 SAID_ELSEWHERE = {"seeds", "clients", "std", "d_z"}
@@ -74,11 +74,12 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     comparison = result.comparison
     words = Text(lines=_words(result))
     if comparison is None:
-        return [Section(name=f"federation-{place}", title=result.title, blocks=[words])]
+        return [Section(name=f"federation-{place}", title=result.title, blocks=[words, *_tuning(result.tuned)])]
     hurt = {"hurt: control"} if comparison.control == AVERAGE else set()
     first, *tables, totals = method_tables(comparison.rows, by_examples=bool(comparison.by_examples))
     more = Folded(title="Clients and probabilities", blocks=[table.without(hurt) for table in tables])
-    scores: list[Block] = [words, score_chart(comparison, place), _open_in_the_first(first, place), more]
+    chart = score_chart(comparison, place)
+    scores: list[Block] = [words, chart, _open_in_the_first(first, place), *_tuning(result.tuned), more]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
         title = f"{result.title}: against {comparison.control}"
@@ -97,25 +98,22 @@ def _open_in_the_first(table: Table, place: int) -> Block:
 
 
 def _words(result: FederationResults) -> list[str]:
-    """The outcome of a federation, its dial and settings, how those of each method were chosen, and what is missing."""
+    """The outcome of a federation, its dial and settings, what was tried of each method, and what is missing."""
     compared = result.comparison
     own = ", ".join(
         f"{name} {words}"
         for name, words in result.own_settings.items()
-        if any(f" {word.split('=')[0]} " not in result.tuned.get(name, "") for word in words.split())
+        if name not in result.tuned
+        or any(word.split("=")[0] not in result.tuned[name].best.settings for word in words.split())
     )
-    tried: dict[str, list[str]] = {}
-    for name, text in result.tuned.items():
-        tested, _, chosen = text.partition("; chosen ")
-        tried.setdefault(tested, []).append(f"{name} {chosen}".replace("(validation ", "("))
     untuned = ", ".join(name for name in result.seeds if name not in result.tuned)
     lines = [
         comparison_sentence(compared),
         result.words,
         f"Settings of all its runs: {setting_words(result.changed)}" if result.changed else "",
         f"Settings of each method: {own}" if own else "",
-        *(f"{tested}; chosen, with the validation score: {'; '.join(chosen)}" for tested, chosen in tried.items()),
-        f"No tuning on record: {untuned}" if untuned else "",
+        *dict.fromkeys(method.tried for method in result.tuned.values()),
+        f"No tuning on record of all runs: {untuned}" if untuned else "",
         *(f"{name} lacks the seeds {_listed(seeds)}, and is in no table" for name, seeds in result.incomplete.items()),
         *lines_in_one_place(result),
         f"No method has the seeds of the control; there are {result.seed_words}",
@@ -123,6 +121,13 @@ def _words(result: FederationResults) -> list[str]:
     if compared is not None:
         lines[-1] = f"Means over {len(compared.clients)} clients and the seeds {_listed(compared.seeds)}"
     return [f"{line}." for line in lines if line]
+
+
+def _tuning(tuned: Mapping[str, TunedMethod]) -> list[Block]:
+    """The chosen settings of each method, a table; nothing where none was tuned."""
+    rows = [(name, count(len(one.trials)), one.chosen, plain(one.best.validation)) for name, one in tuned.items()]
+    columns = ("method", "tried", "chosen", "validation")
+    return [Table(title="Tuning", columns=columns, rows=rows)] if rows else []
 
 
 def _listed(seeds: Sequence[int]) -> str:
