@@ -131,6 +131,18 @@ def test_what_is_not_there_is_one_line(make_federation, tmp_path, capsys) -> Non
     assert "missing: FOLDER ...; see `atlas results --help`" in capsys.readouterr().err
 
 
+def test_a_page_that_ends_with_html_has_charts_and_is_written_over_its_own_alone(make_federation, tmp_path) -> None:
+    make_federation(2)
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["results", str(tmp_path), "--to", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "vega" in text.lower() and "| method |" not in text
+    page.write_text("# Results")
+    assert main(["results", str(tmp_path), "--to", str(page)]) == 2
+    assert page.read_text() == "# Results"
+
+
 @pytest.mark.slow
 def test_references_in_one_place_have_lines_of_their_own_by_hand(make_federation, tmp_path) -> None:
     make_federation(2)

@@ -175,13 +175,13 @@ class GenerateOptions(RunsDirOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsOptions:
-    """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
-    federation with tests against the control, and ranks over all of them."""
+    """Write one page of results from all finished runs below some folders: a table of methods for each federation with
+    tests against the control, and ranks over all of them."""
 
     folders: Annotated[tuple[str, ...], Positional("FOLDER ...")]
     """Folders in which runs lie, at any depth, and CSV files that --csv wrote."""
     to: str | None = None
-    """The file to write; printed by default."""
+    """The file to write, a page with charts if its name ends with .html, else Markdown, which is printed by default."""
     csv: str | None = None
     """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
     control: str | None = None

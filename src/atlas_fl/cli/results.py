@@ -49,7 +49,9 @@ def report(options: cli.ReportOptions) -> int:
 
 def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
-    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=elements.BEGINNING))
+    is_html = Path(options.to or "").suffix == ".html"
+    is_own = write.is_page if is_html else lambda path: begins_with(path, text=elements.BEGINNING)
+    check_target(options.to, example="results.md", is_own=is_own)
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
@@ -61,19 +63,17 @@ def page_of_results(options: cli.ResultsOptions) -> int:
             f"no method has the seeds of {options.control or 'the others'}: {seeds}; run the missing ones with"
             " `atlas compare`"
         )
-    page = elements.markdown(comparison_page.federations_page(results), folded=options.all)
+    made = comparison_page.federations_page(results)
+    page = elements.render(made) if is_html else elements.markdown(made, folded=options.all)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
     if options.to is None:
         print(page, end="")
-        return 0
-    write_atomic(Path(options.to), page.encode())
-    show([f"wrote {options.to}"])
+    else:
+        write_atomic(Path(options.to), page.encode())
+        show([f"wrote {options.to}"])
     return 0
-
-
-MISMATCH = 1
 
 
 def audit(options: cli.AuditOptions) -> int:
@@ -92,7 +92,7 @@ def audit(options: cli.AuditOptions) -> int:
         )
     show(list(report.unchecked))
     show([f"{verdict} ({len(report.rows)} checks)"])
-    return 0 if report.ok else MISMATCH
+    return int(not report.ok)
 
 
 def export(options: cli.ExportOptions) -> int:

@@ -126,8 +126,7 @@ def _words(result: FederationResults) -> list[str]:
 def _tuning(tuned: Mapping[str, TunedMethod]) -> list[Block]:
     """The chosen settings of each method, a table; nothing where none was tuned."""
     rows = [(name, count(len(one.trials)), one.chosen, plain(one.best.validation)) for name, one in tuned.items()]
-    columns = ("method", "tried", "chosen", "validation")
-    return [Table(title="Tuning", columns=columns, rows=rows)] if rows else []
+    return [Table(title="Tuning", columns=("method", "tried", "chosen", "validation"), rows=rows)] if rows else []
 
 
 def _listed(seeds: Sequence[int]) -> str:
