@@ -302,7 +302,7 @@ COMMANDS_WITH_MISTAKES = {
     "compare --strategies": "--strategies is empty; name at least one;",
     "run --epsilon 8": "--epsilon is the budget of --dp, which is none; set --dp example or --dp client",
     "run --dirichlet-alpha 0.3": "--dirichlet-alpha 0.3 is of --partition dirichlet and quantity, and there is",
-    "run --wire int8": "--wire int8 is of cut models, and there is --split none; set --split auto, or leave",
+    "run --split-objective time": "--split-objective time is of cut models, and there is --split none; set --split auto",
     "run --norm-bound off --max-norm-ratio 3": "--max-norm-ratio 3 is of --norm-bound, which is off;",
     "run --budget memory --alpha-act 0.1": "--alpha-act 0.1 is of --budget fractions, and there is --budget memory;",
     "run --eta 0.2": "--eta does nothing with --strategy atlas; leave it out (`atlas list strategies atlas` shows",
