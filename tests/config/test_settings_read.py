@@ -5,7 +5,8 @@ from dataclasses import fields
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.config.methods import check_read, settings_read
+from atlas_fl.config.conflicts import check_read
+from atlas_fl.config.methods import settings_read
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import knobs_class
@@ -52,3 +53,13 @@ def test_one_reader_among_several_is_enough() -> None:
     check_read(["stb_zeta"], configs=[of("fedavg"), of("stb")])
     with pytest.raises(ConfigError, match="--stb-zeta does nothing with --strategy fedavg, median"):
         check_read(["stb_zeta"], configs=[of("fedavg"), of("median")])
+
+
+def test_a_sweep_over_what_gives_a_setting_its_effect_is_one() -> None:
+    dealt = [of("fedavg", partition=rule, dirichlet_alpha=0.3) for rule in ("iid", "dirichlet")]
+    check_read(["dirichlet_alpha"], configs=dealt)
+    with pytest.raises(ConfigError, match=r"--dirichlet-alpha 0\.3 is of --partition dirichlet and quantity"):
+        check_read(["dirichlet_alpha"], configs=dealt[:1])
+    with pytest.raises(ConfigError, match="--epsilon 8 is the budget of --dp, which is none"):
+        check_read(["epsilon"], configs=[of("fedavg")])
+    check_read(["epsilon"], configs=[of("fedavg", dp="example")])

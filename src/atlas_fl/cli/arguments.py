@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_origin
 
-from atlas_fl.config import Config, files, methods, settings, value_of
+from atlas_fl.config import Config, conflicts, files, methods, settings, value_of
 from atlas_fl.config.presets import find_preset, presets, turn_dial, with_own_data
 from atlas_fl.config.settings import Setting, check_range, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words
@@ -309,7 +309,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
         methods.check_typed_settings(config, typed)
     if not hasattr(options, "over"):  # several runs are asked together
-        methods.check_read(changes, configs=[config])
+        conflicts.check_read(changes, configs=[config])
     return options(**values, settings=config)  # type: ignore[call-arg]
 
 

@@ -11,7 +11,7 @@ from atlas_fl.cli.arguments import Words, parse
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import CompareOptions, SweepOptions
 from atlas_fl.config import Config, differences, with_values
-from atlas_fl.config.methods import check_read
+from atlas_fl.config.conflicts import check_read
 from atlas_fl.config.presets import federation_name
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError

@@ -2,28 +2,32 @@
 
 A row has settings with the values that do not go together, the reason and the remedy. In both sentences `{0}`, `{1}`
 and `{2}` stand for the flags with their values, and `{candidates}` for the ranks of `--candidates`. Values are `set`
-(other than the default), `chosen` (other than the preset, too), `above`, `below`, `at least` or `no multiple of` a
-number or another setting, one or several joined by `or`, `other than` these, or a name of `NAMED`. `@ranks` is any
-setting of this group, `@OF_SGD` any with this mark. `FACTS` are what follows from the settings.
+(other than the default), `chosen` (other than the preset, too), `typed` (given by a user, even the default), `above`,
+`below`, `at least` or `no multiple of` a number or another setting, one or several joined by `or`, `other than` these,
+or a name of `NAMED`. `@ranks` is any setting of this group, `@OF_SGD` any with this mark. `FACTS` are what follows from
+the settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from csv import QUOTE_NONE, DictReader
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, published_methods, rule_of
+from atlas_fl.config.methods import last_aggregation, method_class, published_methods, rule_of, settings_read
 from atlas_fl.config.presets import preset_of
 from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import Mark, from_text, to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.knobs import knobs_class
 from atlas_fl.packaged import packaged_text
 from atlas_fl.plugins import registrations
 
 LEAVE_ONE = "leave one of them out"
 MULTILABEL = "several labels"
+TYPED = "typed"
+"""Given by a user, with whatever value; no config says so (`check_read`)."""
 HALVES = "that compares halves"
 """Strategies that compare halves. One is the default, so their rows come last, after all that a user typed."""
 
@@ -92,6 +96,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 """Facts that follow from a config: the flag that decides each, and its value."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
+    TYPED: lambda _: False,
     **dict.fromkeys(
         ("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms", HALVES), bool
     ),
@@ -146,7 +151,8 @@ class Conflict:
         candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy
         strategy = config.mixing.strategy
-        if remedy == LEAVE_ONE and is_of_method(strategy, names[0]):
+        method = published_methods().get(strategy)
+        if remedy == LEAVE_ONE and method is not None and names[0] in method.settings:
             remedy = f"leave {{1}} out, or take another strategy than {strategy}, which sets {flags[0].split()[0]}"
         return f"{self.reason}; {remedy}".format(*flags, candidates=candidates)
 
@@ -175,6 +181,28 @@ def check_conflicts(config: Config, *, of_halves: bool = False) -> None:
     for conflict in conflicts():
         if any(words == HALVES for _, words in conflict.values) is of_halves and conflict.applies(config):
             raise ConfigError(conflict.message(config))
+
+
+def check_read(names: Collection[str], *, configs: Sequence[Config]) -> None:
+    """Raise ConfigError for a setting among these, given by a user, that has an effect in none of the configs.
+
+    It is that of a row whose first value is `TYPED`, or of single methods.
+    """
+    from atlas_fl.methods.registry import RULES
+
+    for row in conflicts():
+        (name, words), *others = row.values
+        if words == TYPED and name in names and all(_matching(config, *one) for config in configs for one in others):
+            raise ConfigError(row.message(configs[0]))
+    of_methods = {"eta", "eta_decay", "layer_weighting", "within", *(one.name for one in fields(knobs_class()))}
+    unread = of_methods.intersection(names)
+    is_loaded = all(rule_of(config) in RULES for config in configs)  # a plug-in's method may not be yet
+    if unread and is_loaded and (unread := unread.difference(*map(settings_read, configs))):
+        strategies = dict.fromkeys(config.mixing.strategy for config in configs)
+        raise ConfigError(
+            f"{settings()[min(unread)].flag} does nothing with --strategy {', '.join(strategies)}; leave it out"
+            f" (`atlas list strategies {next(iter(strategies))}` shows what has an effect)"
+        )
 
 
 def _meant(name: str) -> Sequence[str]:

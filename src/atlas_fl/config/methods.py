@@ -6,7 +6,7 @@ them. The registry is imported in functions, because it takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -24,7 +24,6 @@ from atlas_fl.config.settings import (
 )
 from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError, check_known
-from atlas_fl.methods.knobs import knobs_class
 from atlas_fl.plugins import registrations
 
 if TYPE_CHECKING:
@@ -84,12 +83,6 @@ def knob_values(config: Config) -> dict[str, Any]:
     return values
 
 
-def is_of_method(strategy: str, setting: str) -> bool:
-    """Return whether this setting is what makes a published method the one that it is."""
-    method = published_methods().get(strategy)
-    return method is not None and setting in method.settings
-
-
 def last_aggregation(config: Config) -> int:
     """The round that the last aggregation ends."""
     return config.training.rounds - config.mixing.personal_rounds
@@ -125,27 +118,6 @@ def settings_read(config: Config) -> set[str]:
     method = make(method_class(config), values)
     within = ["within"] if method.reads_within and "within" not in method.fixed else []
     return {*method.uses, *within, *(one.name for part in parts_of(method, values) for one in fields(part))}
-
-
-def check_read(names: Iterable[str], *, configs: Sequence[Config]) -> None:
-    """Raise ConfigError for the first of these settings that no config reads, whatever its value.
-
-    They are settings of single methods, and the budget of a privacy that is off.
-    """
-    from atlas_fl.methods.registry import RULES
-
-    if "epsilon" in names and all(config.training.dp == "none" for config in configs):
-        raise ConfigError("--epsilon is the budget of --dp, which is none; set --dp example or --dp client")
-    of_methods = {"eta", "eta_decay", "layer_weighting", "within", *(one.name for one in fields(knobs_class()))}
-    unread = of_methods.intersection(names)
-    if not unread or any(rule_of(config) not in RULES for config in configs):  # a plug-in's may not be loaded yet
-        return
-    if unread := unread.difference(*map(settings_read, configs)):
-        strategies = dict.fromkeys(config.mixing.strategy for config in configs)
-        raise ConfigError(
-            f"{settings()[min(unread)].flag} does nothing with --strategy {', '.join(strategies)}; leave it out"
-            f" (`atlas list strategies {next(iter(strategies))}` shows what has an effect)"
-        )
 
 
 def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:

@@ -153,8 +153,7 @@ def _train_remaining(
     summary = _summarise_run(assembly, recorder)
     if state.is_over:
         whole = bool(config.data.task) and len(assembly.names) <= MOST_EXPORTED
-        names = () if at_sites else assembly.names if whole else () if reference is None else reference.names
-        asked = frozenset(names)
+        asked = frozenset(() if at_sites else assembly.names if whole else reference.names if reference else ())
         own = {name: params for name, params in state.predicting_models(config).items() if name in asked}
         scored = score_examples(engine, config, own, cuts_of(assembly, planned.plan), round=state.round)
         if asked and whole:
