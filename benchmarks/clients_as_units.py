@@ -18,12 +18,14 @@ from scipy import stats
 
 
 def read_scores(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """By federation and method the scores, (clients,) float64, each the mean over seeds."""
+    """By federation and method the scores of its clients by name, (clients,) float64, each the mean over seeds."""
     runs: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             name = " ".join(filter(None, (row["preset"], row["dial"])))
-            runs[name][row["strategy"]].append([float(score) for score in row["scores"].split()])
+            # rows name clients in different orders where few take part in a round
+            scores = dict(zip(row["clients"].split(), map(float, row["scores"].split()), strict=True))
+            runs[name][row["strategy"]].append([scores[client] for client in sorted(scores)])
     return {
         name: {method: np.mean(scores, axis=0) for method, scores in methods.items()} for name, methods in runs.items()
     }

@@ -127,12 +127,12 @@ def test_the_page_of_results_is_what_its_command_writes(rows: str, page: str, tm
 def test_differences_over_clients_by_hand(tmp_path: Path) -> None:
     """Three clients gain .1, .2 and .3 in the mean over two seeds: .2, with t = .2 / (.1 / sqrt 3) and p .074."""
     scores = {
-        "fedavg": ("0.5 0.5 0.5", "0.5 0.5 0.5"),
-        "ditto": ("0.5 0.7 0.8", "0.7 0.7 0.8"),
-        "local": ("0.5 0.5 0.5",),
+        "fedavg": ("a b c,0.5 0.5 0.5", "b c a,0.5 0.5 0.5"),
+        "ditto": ("a b c,0.5 0.7 0.8", "c a b,0.8 0.7 0.7"),  # a row has the clients in an order of its own
+        "local": ("a b c,0.5 0.5 0.5",),
     }
     lines = [f"p,,{name},{score}\n" for name, seeds in scores.items() for score in seeds]
-    (rows := tmp_path / "rows.csv").write_text("preset,dial,strategy,scores\n" + "".join(lines))
+    (rows := tmp_path / "rows.csv").write_text("preset,dial,strategy,clients,scores\n" + "".join(lines))
     table = list(runpy.run_path(str(ROOT / "benchmarks/clients_as_units.py"))["lines"](rows, "fedavg"))
     assert table[2:] == [
         "| `ditto` | +0.200 | -0.048 to +0.448 | 0.074 | 3 of 3 |",
