@@ -151,7 +151,7 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(atlas, ran, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, tmp_path) -> None:
-    words = ["--ablation", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
+    words = ["--ablation", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path)]
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
