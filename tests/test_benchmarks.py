@@ -92,9 +92,15 @@ def test_declared_units_are_known_methods_each_once_in_every_federation_of_its_p
     units = declared()
     assert len(set(units)) == len(units)
     assert {unit.split()[1] for unit in units} <= METHODS.keys() | RULES.keys()
-    for part in ("new", "new_and_large"):
+    for part in ("new", "new_and_large", "new_images"):
         expected = [f"{name} {method}" for name in PLAN[part]["federations"] for method in PLAN[part]["methods"]]
         assert declared(*PLAN[part]["federations"]) == expected
+
+
+def test_every_declared_unit_can_be_run() -> None:
+    for unit in declared():
+        federation, method = unit.split()
+        validate(base_config(split([*FEDERATIONS[federation].split(), "--strategy", method])))
 
 
 def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ def test_a_unit_is_done_once_each_seed_has_a_tuned_row(tmp_path: Path) -> None:
     other = [line.format("clothes", "ditto", seed, "") for seed in range(5)]
     rows.write_text("preset,dial,strategy,seed,tuning\n" + "".join(tuned + other))
     missing = declared("clothes", rows=rows)
-    assert "clothes fedavg" not in missing and "clothes ditto" in missing and len(missing) == 7
+    assert "clothes fedavg" not in missing and "clothes ditto" in missing and len(missing) == 6
     rows.write_text(rows.read_text().replace("clothes,,fedavg,4,yes\n", ""))
     assert declared("clothes", rows=rows)[1] == "clothes fedavg"
 

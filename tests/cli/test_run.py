@@ -157,7 +157,7 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, t
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
     (page,) = tmp_path.glob("comparison-quick-strategy-????????.html")
     for suffix in (".methods.csv", ".statistics.tex", ".md"):
-        assert "0.75" in page.with_suffix(suffix).read_text()
+        assert "0.8" in page.with_suffix(suffix).read_text()
     assert not page.with_suffix(".pairs.csv").exists() and page.with_suffix(".pdf").exists()
     words = ["results", str(page.with_suffix(".csv")), "--all", "--control", "local", "--to", str(tmp_path / "page.md")]
     assert atlas(*words).code == 0
