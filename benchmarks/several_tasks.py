@@ -5,7 +5,7 @@ texts of either task. A label is a word of its task, so a client of films and qu
 
     python benchmarks/several_tasks.py mixed.csv
     atlas compare --task mixed=mixed.csv,text=text,label=label,client=client --adapted-blocks 2 --ranks 8 \\
-        --lr 1e-2 --strategies local fedavg fedper kriging fedrouter --control fedavg --seeds 5
+        --lr 1e-2 --strategies local fedavg fedper kriging fedrouter --control fedavg --seeds 3
 """
 
 import argparse
