@@ -166,6 +166,21 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(atlas, ran, t
     assert is_page(page) and "2 methods compared" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare --preset null --strategies local fedavg --over partition=iid,dirichlet --dirichlet-alpha 0.3",
+        "compare --preset label-skew --dial 3 --strategies local fedavg --partition iid --seeds 1",
+        "sweep --preset label-skew --dial 3 --strategy fedavg --partition iid --over lr=0.01,0.02",
+        "sweep --strategy fedavg --over partition=iid,dirichlet --dirichlet-alpha 0.3",
+    ],
+)
+def test_what_has_an_effect_in_some_runs_or_was_not_typed_is_taken(line: str, atlas, ran, tmp_path) -> None:
+    said = atlas(*line.split(), "--runs-dir", str(tmp_path))
+    assert (said.code, said.err) == (0, "")
+    assert {config.data.partition for config in ran} <= {"iid", "dirichlet"} and ran
+
+
 @pytest.mark.slow
 def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(atlas, ran, tmp_path) -> None:
     words = ["--preset", "null", "--seeds", "2", "--ranks", "8", "--runs-dir", str(tmp_path), "--strategies"]

@@ -57,11 +57,10 @@ def _knobs(name: str) -> Lines:
     method = published_methods().get(name)
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
     fixed = {} if method is None else method.settings
-    suggested = {} if method is None else method.suggested
-    read = settings_read(config)
+    own = {*settings_read(config), *fixed, *({} if method is None else method.suggested)}
     yield "flag", "value", "what it is"
     for setting in settings().values():
-        if setting.name in {*suggested, *read, *fixed}:
+        if setting.name in own:
             note = "" if setting.name not in fixed else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
     for knob in knobs_of(method_class(config)).values():

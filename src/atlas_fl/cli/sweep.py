@@ -12,7 +12,7 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.options import CompareOptions, SweepOptions
 from atlas_fl.config import Config, differences, with_values
 from atlas_fl.config.conflicts import check_read
-from atlas_fl.config.presets import federation_name
+from atlas_fl.config.presets import federation_name, preset_of
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
@@ -66,7 +66,7 @@ def sweep(options: SweepOptions) -> int:
         counts = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
         show([f"{note}: {counts}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
-    check_read([*values, *differences(base, Config())], configs=[point.config for point in points])
+    check_read([*values, *differences(base, preset_of(base))], configs=[point.config for point in points])
     path = Path(base.run.runs_dir) / comparison_name(points, preset=federation_name(base))
     finished, written = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[finished_runs.RunScores]] = {}
@@ -89,7 +89,8 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     if "strategy" in values:
         raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
     each = [with_values(options.settings, {"strategy": name}) for name in options.strategies]
-    check_read(differences(options.settings, Config()), configs=each)
+    typed = differences(options.settings, preset_of(options.settings))
+    check_read({} if values else typed, configs=each)  # before anything is tuned
     points: list[Point] = []
     tuned: dict[str, tuple[TunedMethod, ...]] = {}
     for preset, base in _federations(groups, options, values).items():
@@ -98,7 +99,7 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
-    check_read(values, configs=[point.config for point in points])
+    check_read([*values, *typed], configs=[point.config for point in points])
     if options.control in {point.changes["strategy"] for point in points if point.config.data.centralized}:
         raise ConfigError(
             f"--control is {options.control}, which has one client a task; allowed: a strategy of clients"
