@@ -148,13 +148,12 @@ class Conflict:
             flag_of(setting) if name[0] == "@" else _flag_words(config, setting)
             for setting, (name, _) in zip(names, self.values, strict=True)
         ]
-        candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy
         strategy = config.mixing.strategy
         method = published_methods().get(strategy)
         if remedy == LEAVE_ONE and method is not None and names[0] in method.settings:
             remedy = f"leave {{1}} out, or take another strategy than {strategy}, which sets {flags[0].split()[0]}"
-        return f"{self.reason}; {remedy}".format(*flags, candidates=candidates)
+        return f"{self.reason}; {remedy}".format(*flags, candidates=", ".join(map(str, config.ranks.candidates)))
 
 
 _VALUES = (("setting", "value"), ("other", "other_value"), ("third", "third_value"))

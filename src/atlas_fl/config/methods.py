@@ -114,8 +114,9 @@ def settings_read(config: Config) -> set[str]:
     """Settings of single methods that the method of this config reads, and what else it switches on beside it."""
     from atlas_fl.methods.registry import make, parts_of
 
-    values = {name: value_of(with_method_settings(config), name) for name in settings()}
-    method = make(method_class(config), values)
+    complete = with_method_settings(config)
+    values = {name: value_of(complete, name) for name in settings()}
+    method = make(method_class(complete), values)
     within = ["within"] if method.reads_within and "within" not in method.fixed else []
     return {*method.uses, *within, *(one.name for part in parts_of(method, values) for one in fields(part))}
 
