@@ -15,10 +15,10 @@ from atlas_fl.config import (
     validate,
     with_values,
 )
-from atlas_fl.config.methods import published_methods
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.values import Mark
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.registry import METHODS
 
 SESSION = {one.name for one in settings().values() if Mark.SESSION in one.marks}
 CHANGED = {"runs_dir": "elsewhere", "name": "mine", "audit": "true", "engine": "ray", "secrets": "of-sites"}
@@ -104,7 +104,7 @@ def test_a_setting_at_its_default_is_no_part_of_the_hash() -> None:
 def test_a_site_works_out_the_hash_that_the_server_has_for_every_method() -> None:
     """The server's config has the settings of its method written into it; a site's file names the method alone."""
     compared = 0
-    for name in published_methods():
+    for name in METHODS:
         file = with_values(find_preset("smoke"), {"strategy": name, "ranks": "8"})
         try:
             served = validate(file, at_sites=True)

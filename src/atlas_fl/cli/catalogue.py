@@ -9,13 +9,13 @@ from atlas_fl.cli import options as cli
 from atlas_fl.cli.display import show
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import knobs_of, method_class, published_methods, settings_read, with_method_settings
+from atlas_fl.config.methods import knobs_of, method_class, method_of, settings_read, with_method_settings
 from atlas_fl.config.presets import presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import describe, to_words
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError, check_known
-from atlas_fl.methods.registry import ALIASES, METHODS, RULES
+from atlas_fl.methods.registry import ALIASES, METHODS, RULES, published
 from atlas_fl.models.registry import MODELS
 from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.devices import DEVICES, PROFILES, REQUIRED
@@ -53,15 +53,13 @@ def _listing(rows: Lines) -> Table:
 
 def _knobs(name: str) -> Lines:
     """The settings that a strategy has an effect on, or fixes, with their values under it."""
-    name = ALIASES.get(name, name)
-    method = published_methods().get(name)
-    config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
-    fixed = {} if method is None else method.settings
-    own = {*settings_read(config), *fixed, *({} if method is None else method.suggested)}
+    config = with_method_settings(replace_settings({"strategy": ALIASES.get(name, name)}, base=Config()))
+    method = method_of(config)
+    own = {*settings_read(config), *method.settings, *method.suggested}
     yield "flag", "value", "what it is"
     for setting in settings().values():
         if setting.name in own:
-            note = "" if setting.name not in fixed else " Fixed by the strategy."
+            note = "" if setting.name not in method.settings else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
     for knob in knobs_of(method_class(config)).values():
         allowed = describe(knob.kind) if knob.range is None else knob.range.describe()
@@ -88,20 +86,19 @@ def _strategies(alone: str | None = None) -> Lines:
     names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
     check_known("strategy", *names, among=[*RULES, *METHODS, *ALIASES])
     for name in names:
-        method = METHODS.get(name)
-        rule = RULES[name if method is None else method.rule]
+        method = published(name)
+        rule = RULES[method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        summary = (rule.__doc__ or "").strip().partition("\n")[0] if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        has_equal_ranks = rule.equal_ranks or (method is not None and method.equal_ranks)
+        has_equal_ranks = rule.equal_ranks or method.equal_ranks
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
-        own = {} if method is None else {**method.settings, **method.suggested}
+        own = {**method.settings, **method.suggested}
         needs += ["twice the training"] if "second_model" in own and "personal_models" not in own else []
         needs += [rule.extra_passes] if rule.extra_passes else []
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
-        lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
-        lines += [] if method is None else [f"rule: {rule.name}"]
-        lines += [f"differs from its paper: {differs}"] if (differs := (method or rule).differs) else []
+        lines = [f"{method.summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
+        lines += [f"rule: {rule.name}"] if name in METHODS else []
+        lines += [f"differs from its paper: {method.differs}"] if method.differs else []
         yield name, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 

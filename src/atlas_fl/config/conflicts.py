@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from atlas_fl.config.methods import last_aggregation, method_class, published_methods, rule_of, settings_read
+from atlas_fl.config.methods import last_aggregation, method_class, method_of, rule_of, settings_read
 from atlas_fl.config.presets import preset_of
 from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
 from atlas_fl.config.settings import flag_words, settings, value_of
@@ -59,8 +59,7 @@ def _has_images(config: Config) -> bool:
 
 
 def _needs_one_rank(config: Config) -> bool:
-    method = published_methods().get(config.mixing.strategy)
-    return method_class(config).equal_ranks or (method is not None and method.equal_ranks)
+    return method_class(config).equal_ranks or method_of(config).equal_ranks
 
 
 def _takes_reports(config: Config) -> bool:
@@ -150,8 +149,7 @@ class Conflict:
         ]
         remedy = self.remedy
         strategy = config.mixing.strategy
-        method = published_methods().get(strategy)
-        if remedy == LEAVE_ONE and method is not None and names[0] in method.settings:
+        if remedy == LEAVE_ONE and names[0] in method_of(config).settings:
             remedy = f"leave {{1}} out, or take another strategy than {strategy}, which sets {flags[0].split()[0]}"
         return f"{self.reason}; {remedy}".format(*flags, candidates=", ".join(map(str, config.ranks.candidates)))
 

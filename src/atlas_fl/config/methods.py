@@ -30,18 +30,16 @@ if TYPE_CHECKING:
     from atlas_fl.methods.method import Method, PublishedMethod
 
 
-def published_methods() -> Mapping[str, PublishedMethod]:
-    """Every published method that is a rule with settings, by name."""
-    from atlas_fl.methods.registry import METHODS
+def method_of(config: Config) -> PublishedMethod:
+    """The published method of this config, or its rule as one without settings of its own."""
+    from atlas_fl.methods.registry import published
 
-    return METHODS
+    return published(config.mixing.strategy)
 
 
 def rule_of(config: Config) -> str:
     """The server's rule of this config: that of its method, or what `--strategy` says."""
-    name = config.mixing.strategy
-    method = published_methods().get(name)
-    return name if method is None else method.rule
+    return method_of(config).rule
 
 
 def method_class(config: Config) -> type[Method]:
@@ -94,9 +92,7 @@ def with_method_settings(config: Config) -> Config:
     Raises:
         ConfigError: a setting has another value than the method's, and that value is not the default.
     """
-    method = published_methods().get(config.mixing.strategy)
-    if method is None:
-        return config
+    method = method_of(config)
     defaults = Config()
     for name, value in method.settings.items():
         if value_of(config, name) not in (value, value_of(defaults, name)):
@@ -126,9 +122,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
 
     A typed value that is the default can be told from one that nobody chose here alone.
     """
-    method = published_methods().get(config.mixing.strategy)
-    if method is None:
-        return
+    method = method_of(config)
     defaults = Config()
     for name, value in method.settings.items():
         if settings()[name].flag in flags and value_of(config, name) != value:
@@ -144,9 +138,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
 
 def without_method_settings(config: Config) -> Config:
     """The config with the settings of its method at their defaults, as the base of runs of other strategies."""
-    method = published_methods().get(config.mixing.strategy)
-    if method is None:
-        return config
+    method = method_of(config)
     defaults = Config()
     return replace_settings({name: value_of(defaults, name) for name in method.settings}, base=config)
 

@@ -16,7 +16,7 @@ from atlas_fl.client.evaluation import OUTCOMES
 from atlas_fl.client.job import Update, make_jobs
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config, validate
-from atlas_fl.config.methods import published_methods
+from atlas_fl.config.methods import method_of
 from atlas_fl.data.clients import group_by
 from atlas_fl.data.metrics import predicted_classes, scores
 from atlas_fl.data.task import Task
@@ -40,10 +40,9 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
 
     What the method sets of local training is at its default, and so is all that concerns the server.
     """
-    method = published_methods().get(config.mixing.strategy)
-    own = {} if method is None else {**method.settings, **method.suggested}
+    method = method_of(config)
     training, usual = config.training, Config()
-    names = {*own, "control_variates"} & vars(training).keys()
+    names = {*method.settings, *method.suggested, "control_variates"} & vars(training).keys()
     if training.dp == "client":  # nothing leaves who is alone
         names |= {"dp", "epsilon", "delta"}
     reset = {name: getattr(usual.training, name) for name in names}

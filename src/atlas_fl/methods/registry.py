@@ -48,6 +48,13 @@ SECOND_MODELS: Mapping[str, type[SecondModel]] = _classes(SecondModel, "kind")
 """Second models by kind, as `--second-model` says; `none` is a client's only one."""
 
 
+def published(name: str) -> PublishedMethod:
+    """The published method of this name; a rule without settings of its own, where there is none."""
+    rule = RULES.get(name, Method)
+    plain = PublishedMethod(summary=(rule.__doc__ or "").strip().partition("\n")[0], rule=name, differs=rule.differs)
+    return METHODS.get(name, plain)
+
+
 def rule_class(name: str) -> type[Method]:
     """The method of this name or alias that aggregates; raises ConfigError for an unknown name."""
     canonical = ALIASES.get(name, name)

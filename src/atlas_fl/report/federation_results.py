@@ -19,7 +19,7 @@ from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.data.clients import group_by
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS, TunedMethod
-from atlas_fl.methods.registry import METHODS
+from atlas_fl.methods.registry import METHODS, published
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.method_comparison import BASELINE, MethodComparison, compare_scores, default_control
 
@@ -159,9 +159,7 @@ def setting_words(values: Mapping[str, Any]) -> str:
 
 def _owns(config: Config, name: str) -> bool:
     """Return whether the value of this setting goes without saying for the method of this run."""
-    method = METHODS.get(config.mixing.strategy)
-    if method is None:
-        return False
+    method = published(config.mixing.strategy)
     return name in method.settings or (name in method.suggested and value_of(config, name) == method.suggested[name])
 
 

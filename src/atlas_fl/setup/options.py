@@ -18,7 +18,7 @@ from atlas_fl.data.clients import BY_CLASSES, ClientData
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import WHOLE_MODELS, Method, Part
-from atlas_fl.methods.registry import ALIASES, METHODS, RULES, find_method, parts_of
+from atlas_fl.methods.registry import ALIASES, find_method, parts_of, published
 from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
@@ -87,7 +87,7 @@ def second_part(config: Config) -> SecondModel | None:
 def paper_notes(config: Config, tasks: Sequence[Task], *, is_full: bool) -> tuple[str, ...]:
     """A line on what differs between a method here and in its paper; none for one without a paper."""
     strategy = ALIASES.get(config.mixing.strategy, config.mixing.strategy)
-    clauses = (METHODS.get(strategy) or RULES[strategy]).differs.split("; ")
+    clauses = published(strategy).differs.split("; ")
     if not any(clauses):
         return ()
     robust, clip = config.robust, config.training.clip
