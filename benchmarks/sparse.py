@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from atlas_fl.sparse.masked_sgd import SparseSGDM
-from atlas_fl.sparse.masks import make_mask
+from atlas_fl.sparse.masks import calibrate_mask
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -66,7 +66,7 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
             leaf.grad = gradients[name]
         return made
 
-    mask = make_mask("random", start, sparsity=sparsity, seed=0)
+    mask = calibrate_mask(dict, start, names=start, strategy="random", sparsity=sparsity, seed=0)
     steps = {
         "sparse": SparseSGDM(leaves(), masks=mask, fused=True, **RATES).step,
         "dense": torch.optim.SGD(leaves().values(), **RATES).step,
@@ -93,7 +93,8 @@ def measure_local_step(args: argparse.Namespace, sparsity: float, pixels: int) -
     labels = torch.randint(0, 10, (16,), generator=source)
     dense, fused, sparse = vit(pixels), vit(pixels), vit(pixels)
     named = dict(sparse.named_parameters())
-    mask = make_mask("random", {name: value.detach() for name, value in named.items()}, sparsity=sparsity, seed=0)
+    params = {name: value.detach() for name, value in named.items()}
+    mask = calibrate_mask(dict, params, names=params, strategy="random", sparsity=sparsity, seed=0)
     sides = [
         (dense, torch.optim.SGD(dense.parameters(), **RATES)),
         (fused, torch.optim.SGD(fused.parameters(), fused=True, **RATES)),

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.masked_sgd import SparseSGDM as SparseSGDM
     from atlas_fl.sparse.masks import calibrate_mask as calibrate_mask
-    from atlas_fl.sparse.masks import make_mask as make_mask
     from atlas_fl.sparse.task_vectors import apply_vector as apply_vector
     from atlas_fl.sparse.task_vectors import merge_vectors as merge_vectors
     from atlas_fl.sparse.task_vectors import task_vector as task_vector

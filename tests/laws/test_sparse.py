@@ -1,6 +1,7 @@
 """Laws of every mask strategy in both scopes, of what is sent under a mask, and of every merge."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -16,9 +17,10 @@ from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import (
     BY_SENSITIVITY,
     MASKS,
+    Evidence,
+    bottom_k,
     calibrate_mask,
     density,
-    make_mask,
     merge_masks,
     num_kept,
     overlap,
@@ -52,7 +54,7 @@ def strategies():
 def test_a_mask_has_exactly_its_ones_whatever_the_ties_and_the_order(strategy, scope, model, sparsity) -> None:
     params, scores = model
     words = {"sparsity": sparsity, "scope": scope, "seed": 3}
-    mask = make_mask(strategy, params, scores=scores, **words)
+    mask = calibrate_mask(lambda _: scores, params, names=params, strategy=strategy, **words)
     if scope == "global":
         assert num_kept(mask) == round((1 - sparsity) * sum(value.numel() for value in params.values()))
     else:
@@ -60,7 +62,8 @@ def test_a_mask_has_exactly_its_ones_whatever_the_ties_and_the_order(strategy, s
             name: round((1 - sparsity) * value.numel()) for name, value in params.items()
         }
     assert all(own.dtype is torch.bool and own.shape == params[name].shape for name, own in mask.items())
-    turned = make_mask(strategy, dict(reversed(params.items())), scores=scores, **words)
+    backwards = dict(reversed(params.items()))
+    turned = calibrate_mask(lambda _: scores, backwards, names=backwards, strategy=strategy, **words)
     assert list(turned) == list(reversed(mask))
     assert all(torch.equal(mask[name], turned[name]) for name in mask)
 
@@ -71,7 +74,8 @@ def test_no_frozen_weight_ranks_before_a_kept_one(strategy: str, scope: str, spa
     source = torch.Generator().manual_seed(0)
     params = {"a": torch.randn(40, 3, generator=source), "b": torch.randn(50, generator=source)}
     scores = {name: value.exp() for name, value in params.items()}
-    mask = make_mask(strategy, params, scores=scores, sparsity=sparsity, scope=scope, seed=0)
+    words = {"names": params, "sparsity": sparsity, "scope": scope, "seed": 0}
+    mask = calibrate_mask(lambda _: scores, params, strategy=strategy, **words)
     if strategy == "random":
         return
     shown = scores if strategy in BY_SENSITIVITY else {name: value.abs() for name, value in params.items()}
@@ -87,7 +91,8 @@ def test_the_five_strategies_have_equal_density_and_differ(scope: str) -> None:
     source = torch.Generator().manual_seed(0)
     params = {"a": torch.randn(60, 30, generator=source), "b": torch.randn(90, generator=source)}
     scores = {name: torch.rand(value.shape, generator=source) for name, value in params.items()}
-    made = [make_mask(each, params, scores=scores, sparsity=0.77, scope=scope, seed=1) for each in MASKS]
+    words = {"names": params, "sparsity": 0.77, "scope": scope, "seed": 1}
+    made = [calibrate_mask(lambda _: scores, params, strategy=each, **words) for each in MASKS]
     assert len({num_kept(mask) for mask in made}) == 1
     if scope == "layer":
         assert all(density(mask) == density(made[0]) for mask in made)
@@ -112,8 +117,13 @@ def test_one_round_of_calibration_is_a_single_pass_and_more_are_nested(strategy:
         return {name: (value * 7 + mixing * params[name]).sin().abs() for name, value in weights.items()}
 
     words = {"names": ["a", "b"], "strategy": strategy, "sparsity": 0.87, "scope": scope, "seed": 2}
-    single = make_mask(strategy, params, scores=score(params), sparsity=0.87, scope=scope, seed=2)
-    once = calibrate_mask(score, params, rounds=1, **words)
+    evidence = Evidence(params=params, scores=score(params), seed=2)
+    parts = [params] if scope == "global" else [{name: value} for name, value in params.items()]
+    single: dict[str, torch.Tensor] = {}
+    for part in parts:
+        count = round(0.13 * sum(value.numel() for value in part.values()))
+        single |= bottom_k(partial(MASKS[strategy], evidence), part, count=count)
+    once = calibrate_mask(score, params, **words)
     assert all(torch.equal(once[name], single[name]) for name in params)
     rounds_of.clear()
     several = calibrate_mask(score, params, rounds=4, **words)
@@ -136,7 +146,8 @@ def test_one_round_of_calibration_is_a_single_pass_and_more_are_nested(strategy:
 @examples(15)
 def test_a_mask_and_what_it_keeps_arrive_as_they_were(strategy, scope, model, sparsity) -> None:
     params, scores = model
-    mask = make_mask(strategy, params, scores=scores, sparsity=sparsity, scope=scope, seed=3)
+    words = {"names": params, "sparsity": sparsity, "scope": scope, "seed": 3}
+    mask = calibrate_mask(lambda _: scores, params, strategy=strategy, **words)
     found = decode_mask(encode_mask(mask), params)
     assert all(torch.equal(found[name], own) for name, own in mask.items())
     values = encode_values(params, mask)
@@ -159,7 +170,7 @@ def trained(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     scores = fisher_scores(
         lambda params, rows: functional_call(module, dict(params), (rows,)), named, names=named, inputs=inputs, seed=0
     ).mean
-    mask = make_mask(strategy, before, scores=scores, sparsity=0.8, seed=0)
+    mask = calibrate_mask(lambda _: scores, before, names=before, strategy=strategy, sparsity=0.8, seed=0)
     optimizer = SparseSGDM(named, masks=mask, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     for _ in range(3):
         optimizer.zero_grad()

@@ -3,7 +3,7 @@ import torch
 
 from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values, mask_size, values_size
-from atlas_fl.sparse.masks import make_mask
+from atlas_fl.sparse.masks import calibrate_mask
 from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 
 PARAMS = {"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "b": torch.tensor([7.0, 8.0])}
@@ -28,14 +28,14 @@ def test_the_bits_of_a_mask_by_hand() -> None:
     """b then w is 01 101000."""
     assert decode_tensors(encode_mask(MASK))["bitmap"].tolist() == [0b01101000]
     params = {"a": torch.zeros(100, 70), "b": torch.zeros(33)}
-    mask = make_mask("random", params, sparsity=0.9, seed=1)
+    mask = calibrate_mask(dict, params, names=params, strategy="random", sparsity=0.9, seed=1)
     assert mask_size(mask) == len(encode_mask(mask))
 
 
 def test_at_nine_tenths_a_message_takes_a_tenth_of_the_dense_bytes_and_little_more() -> None:
     """Kept values from the second message on, 10.5% at most; the first has the mask beside them, 1/32 more."""
     params = {f"block.{i}.weight": torch.randn(128, 128) for i in range(8)}
-    mask = make_mask("highest_magnitude", params, sparsity=0.9)
+    mask = calibrate_mask(dict, params, names=params, strategy="highest_magnitude", sparsity=0.9, seed=1)
     dense, values = encoded_size(params), len(encode_values(params, mask))
     assert values <= 0.105 * dense
     assert values + len(encode_mask(mask)) <= (0.105 + 1 / 32) * dense

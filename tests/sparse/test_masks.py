@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.masks import MASKS, make_mask
+from atlas_fl.sparse.masks import MASKS, calibrate_mask
 
 WEIGHTS = {"w": torch.tensor([[0.1, -3.0], [2.0, -0.5]]), "b": torch.tensor([1.0, -0.2])}
 SCORES = {"w": torch.tensor([[9.0, 1.0], [2.0, 8.0]]), "b": torch.tensor([3.0, 4.0])}
+WORDS = {"names": ["w", "b"], "seed": 0}
 
 
 def test_the_five_strategies_are_those_that_were_promised() -> None:
@@ -22,21 +23,22 @@ def test_the_five_strategies_are_those_that_were_promised() -> None:
     ],
 )
 def test_two_of_six_by_hand(strategy: str, w: list[list[int]], b: list[int]) -> None:
-    mask = make_mask(strategy, WEIGHTS, sparsity=2 / 3, scores=SCORES)
+    mask = calibrate_mask(lambda _: SCORES, WEIGHTS, strategy=strategy, sparsity=2 / 3, **WORDS)
     assert mask["w"].int().tolist() == w
     assert mask["b"].int().tolist() == b
 
 
 def test_by_layer_every_parameter_keeps_its_share() -> None:
-    mask = make_mask("highest_magnitude", WEIGHTS, sparsity=0.5, scope="layer")
+    mask = calibrate_mask(dict, WEIGHTS, strategy="highest_magnitude", sparsity=0.5, scope="layer", **WORDS)
     assert mask["w"].int().tolist() == [[0, 1], [1, 0]]
     assert mask["b"].int().tolist() == [1, 0]
 
 
 def test_a_random_mask_follows_the_seed_and_the_names_alone() -> None:
     params = {"a": torch.zeros(40, 5), "b": torch.zeros(30)}
-    first, again, other = (make_mask("random", params, sparsity=0.7, seed=seed) for seed in (1, 1, 2))
-    turned = make_mask("random", {"b": torch.ones(30), "a": torch.ones(40, 5)}, sparsity=0.7, seed=1)
+    words = {"names": params, "strategy": "random", "sparsity": 0.7}
+    first, again, other = (calibrate_mask(dict, params, seed=seed, **words) for seed in (1, 1, 2))
+    turned = calibrate_mask(dict, {"b": torch.ones(30), "a": torch.ones(40, 5)}, seed=1, **words)
     assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], turned[name]) for name in params)
     assert any(not torch.equal(first[name], other[name]) for name in params)
 
@@ -44,16 +46,13 @@ def test_a_random_mask_follows_the_seed_and_the_names_alone() -> None:
 def test_what_is_missing_or_out_of_range_is_said_in_one_line() -> None:
     for sparsity in (0.0, 1.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match="above 0 and below 1"):
-            make_mask("random", WEIGHTS, sparsity=sparsity, seed=0)
+            calibrate_mask(dict, WEIGHTS, strategy="random", sparsity=sparsity, **WORDS)
     with pytest.raises(ConfigError, match="did you mean 'random'"):
-        make_mask("randon", WEIGHTS, sparsity=0.5)
+        calibrate_mask(dict, WEIGHTS, strategy="randon", sparsity=0.5, **WORDS)
     with pytest.raises(ConfigError, match="unknown mask scope 'block'"):
-        make_mask("random", WEIGHTS, sparsity=0.5, seed=0, scope="block")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'random' needs a seed"):
-        make_mask("random", WEIGHTS, sparsity=0.5)
-    with pytest.raises(ConfigError, match="has no scores"):
-        make_mask("least_sensitive", WEIGHTS, sparsity=0.5)
+        calibrate_mask(dict, WEIGHTS, strategy="random", sparsity=0.5, scope="block", **WORDS)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"scores of 'b' have the shape none, its weights \(2,\)"):
-        make_mask("least_sensitive", WEIGHTS, sparsity=0.5, scores={"w": SCORES["w"]})
+        calibrate_mask(lambda _: {"w": SCORES["w"]}, WEIGHTS, strategy="least_sensitive", sparsity=0.5, **WORDS)
+    bent = {"w": torch.ones(4), "b": SCORES["b"]}
     with pytest.raises(ModelError, match=r"scores of 'w' have the shape \(4,\)"):
-        make_mask("most_sensitive", WEIGHTS, sparsity=0.5, scores={"w": torch.ones(4), "b": SCORES["b"]})
+        calibrate_mask(lambda _: bent, WEIGHTS, strategy="most_sensitive", sparsity=0.5, **WORDS)

@@ -164,15 +164,13 @@ class Evidence:
 
     params: Params
     """The weights to choose from."""
-    scores: Params | None = None
-    """The sensitivity of each of them, as `sparse.fisher.fisher_scores` gives it."""
-    seed: int | None = None
+    scores: Params
+    """The sensitivity of each, as `sparse.fisher.fisher_scores` gives it; empty where the strategy needs none."""
+    seed: int
 
 
 def _sensitivity(evidence: Evidence, name: str) -> Tensor:
     tensor, scores = evidence.params[name], evidence.scores
-    if scores is None:
-        raise ConfigError("this mask strategy ranks by sensitivity and has no scores; compute them with fisher_scores")
     if name not in scores or scores[name].shape != tensor.shape:
         shape = tuple(scores[name].shape) if name in scores else "none"
         raise ModelError(
@@ -188,8 +186,6 @@ def _magnitude(evidence: Evidence, name: str) -> Tensor:
 
 def _random(evidence: Evidence, name: str) -> Tensor:
     """Uniform numbers from a stream of each parameter's own, so that neither order nor company changes them."""
-    if evidence.seed is None:
-        raise ConfigError("the mask strategy 'random' needs a seed")
     shape = evidence.params[name].shape
     return torch.as_tensor(generator(evidence.seed, "mask", name).random(shape, dtype="float32"))
 
@@ -207,56 +203,11 @@ BY_SENSITIVITY: tuple[str, ...] = ("least_sensitive", "most_sensitive")
 """The strategies that need scores."""
 
 
-def make_mask(
-    strategy: str,
-    params: Params,
-    *,
-    sparsity: float,
-    scores: Params | None = None,
-    scope: Scope = "global",
-    seed: int | None = None,
-) -> dict[str, Tensor]:
-    """Mask of the `params` that may move: exactly round((1 - sparsity) n) weights, a bool tensor for each parameter.
-
-    n counts all the weights together (`scope="global"`) or those of each parameter (`"layer"`). Ties are broken by name
-    and position, so the mask depends on nothing but its arguments. `scores` are needed by the strategies of
-    `BY_SENSITIVITY`, the `seed` by `random`.
-
-    Raises:
-        ConfigError: the strategy is unknown or lacks what it needs, or the sparsity is not inside (0, 1).
-        ModelError: scores of another model, or NaN or infinity among what is ranked.
-    """
-    check_sparsity(sparsity)
-    evidence = Evidence(params=params, scores=scores, seed=seed)
-    return keep_share(strategy, evidence, share=1 - sparsity, scope=scope)
-
-
-def check_sparsity(sparsity: float) -> None:
-    """Raise ConfigError unless some weights move and some do not."""
-    if not 0 < sparsity < 1:
-        raise ConfigError(f"sparsity is {sparsity}; it is the share of frozen weights, above 0 and below 1, e.g. 0.9")
-
-
 def check_any_kept(params: Params, *, sparsity: float, scope: Scope) -> None:
     """Raise ConfigError unless some of these weights move."""
     sizes = [tensor.numel() for tensor in params.values()]
     if not any(round((1 - sparsity) * size) for size in ([sum(sizes)] if scope == "global" else sizes)):
         raise ConfigError(f"sparsity {sparsity:.12g} lets none of {sum(sizes):,} weights move; give a smaller one")
-
-
-def keep_share(
-    strategy: str, evidence: Evidence, *, share: float, scope: Scope, within: Mask | None = None
-) -> dict[str, Tensor]:
-    """The mask that keeps round(share n) weights, all of them among the ones of `within` where that is given."""
-    check_known("mask strategy", strategy, among=MASKS)
-    check_known("mask scope", scope, among=("global", "layer"))
-    ranking, params = partial(MASKS[strategy], evidence), evidence.params
-    parts = [params] if scope == "global" else [{name: tensor} for name, tensor in params.items()]
-    mask: dict[str, Tensor] = {}
-    for part in parts:
-        count = round(share * sum(tensor.numel() for tensor in part.values()))
-        mask |= bottom_k(ranking, part, count=count, within=within)
-    return mask
 
 
 ScoreFn: TypeAlias = Callable[[Params], Params]
@@ -273,27 +224,36 @@ def calibrate_mask(
     names: Iterable[str],
     strategy: str,
     sparsity: float,
-    rounds: int,
+    seed: int,
+    rounds: int = 1,
     scope: Scope = "global",
-    seed: int | None = None,
 ) -> dict[str, Tensor]:
     """The mask over the parameters `names` after that many rounds; `score` sees the whole model once a round.
 
-    Strategies that do not rank by sensitivity never call it, and more rounds give them the same mask.
+    Exactly round((1 - sparsity) n) weights may move, n of all parameters together (`scope="global"`) or of each one
+    (`"layer"`). Ties are broken by name and position, so the mask depends on nothing but the arguments. Strategies that
+    do not rank by sensitivity never call `score`, and more rounds give them the same mask.
+
+    Raises:
+        ConfigError: the strategy or the scope is unknown, the sparsity is not inside (0, 1), or there is no round.
+        ModelError: the model lacks a parameter, scores are of another one, or NaN or infinity is among what is ranked.
     """
-    check_sparsity(sparsity)
+    check_known("mask strategy", strategy, among=MASKS)
+    check_known("mask scope", scope, among=("global", "layer"))
+    if not 0 < sparsity < 1:
+        raise ConfigError(f"sparsity is {sparsity}; it is the share of frozen weights, above 0 and below 1, e.g. 0.9")
     if rounds < 1:
         raise ConfigError(f"calibration has {rounds} rounds; it needs 1 or more")
     chosen = select_params(params, names)
-    mask: dict[str, Tensor] | None = None
+    parts = [chosen] if scope == "global" else [{name: tensor} for name, tensor in chosen.items()]
+    mask: dict[str, Tensor] = {}
     for completed in range(rounds):
-        scores = None
-        if strategy in BY_SENSITIVITY:
-            scores = score(params if mask is None else shrink_frozen(params, mask))
-        evidence = Evidence(params=chosen, scores=scores, seed=seed)
-        share = (1 - sparsity) ** ((completed + 1) / rounds)
-        mask = keep_share(strategy, evidence, share=share, scope=scope, within=mask)
-    assert mask is not None
+        scores = score(shrink_frozen(params, mask)) if strategy in BY_SENSITIVITY else {}
+        ranking = partial(MASKS[strategy], Evidence(params=chosen, scores=scores, seed=seed))
+        share, within = (1 - sparsity) ** ((completed + 1) / rounds), mask or None
+        for part in parts:
+            count = round(share * sum(tensor.numel() for tensor in part.values()))
+            mask = {**mask, **bottom_k(ranking, part, count=count, within=within)}
     return mask
 
 

@@ -14,7 +14,7 @@ from atlas_fl.params import Params
 from atlas_fl.runtime.protocol.model_sync import DigestCache, Receiver, Sender, SenderState
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.sparse.codec import values_size
-from atlas_fl.sparse.masks import make_mask
+from atlas_fl.sparse.masks import calibrate_mask
 
 HOME = {"b.weight": torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), "a.bias": torch.arange(7.0)}
 HEAD = {"head.weight": torch.ones(3, 5), "head.bias": torch.zeros(3)}
@@ -22,7 +22,7 @@ WHOLE = {**HOME, **HEAD}
 TRAIN = TrainOptions(seed=0, max_steps=3)
 TEST = EvaluateOptions(split="test")
 MASK = {
-    **make_mask("random", HOME, sparsity=0.8, seed=4),
+    **calibrate_mask(dict, HOME, names=HOME, strategy="random", sparsity=0.8, seed=4),
     **{key: torch.zeros_like(own, dtype=torch.bool) for key, own in HEAD.items()},
 }
 A, B, TOP = "q.lora_A", "q.lora_B", "head.weight"
