@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from atlas_fl.report.method_comparison import compare_methods as compare_methods
     from atlas_fl.setup.own_data import own_data as own_data
     from atlas_fl.setup.own_data import task_row as task_row
-    from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.masked_sgd import SparseSGDM as SparseSGDM
     from atlas_fl.sparse.masks import calibrate_mask as calibrate_mask

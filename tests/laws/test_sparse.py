@@ -169,7 +169,7 @@ def trained(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     inputs = torch.randn(32, 6, generator=source)
     scores = fisher_scores(
         lambda params, rows: functional_call(module, dict(params), (rows,)), named, names=named, inputs=inputs, seed=0
-    ).mean
+    )
     mask = calibrate_mask(lambda _: scores, before, names=before, strategy=strategy, sparsity=0.8, seed=0)
     optimizer = SparseSGDM(named, masks=mask, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     for _ in range(3):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from atlas_fl.errors import ConfigError, DataError, ModelError
+from atlas_fl.errors import DataError, ModelError
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 
@@ -23,11 +23,10 @@ REGRESSION = {"w": drawn(0, 3, 4), "b": drawn(1, 3)}
 def test_one_example_by_hand() -> None:
     """Two classes with equal logits: p = 1/2, so d log p_0 / d w_0 = (1 - 1/2) x and d log p_0 / d w_1 = -x / 2."""
     params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
-    words = {"names": ["w", "b"], "labels": "true", "targets": torch.tensor([0])}
+    words = {"names": ["w", "b"], "targets": torch.tensor([0])}
     found = fisher_scores(softmax_regression, params, inputs=torch.tensor([[2.0, 6.0]]), **words)
-    assert found.mean["w"].tolist() == [[1.0, 9.0], [1.0, 9.0]]
-    assert found.mean["b"].tolist() == [0.25, 0.25]
-    assert found.examples == 1
+    assert found["w"].tolist() == [[1.0, 9.0], [1.0, 9.0]]
+    assert found["b"].tolist() == [0.25, 0.25]
 
 
 def test_the_closed_form_of_softmax_regression() -> None:
@@ -36,20 +35,18 @@ def test_the_closed_form_of_softmax_regression() -> None:
     p = softmax_regression(REGRESSION, inputs).double().softmax(-1)
     labels = (p.cumsum(-1) <= torch.from_numpy(label_uniforms(seed, 50))[:, None]).sum(-1)
     residual = (nn.functional.one_hot(labels, 3) - p).square()
-    for words in ({"seed": seed}, {"labels": "true", "targets": labels}):
+    for words in ({"seed": seed}, {"targets": labels}):
         found = fisher_scores(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs, **words)
-        torch.testing.assert_close(found.sums["w"].double(), residual.mT @ inputs.double().square(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(found.sums["b"].double(), residual.sum(0), rtol=1e-5, atol=0)
-        torch.testing.assert_close(found.mean["b"], found.sums["b"] / 50)
+        torch.testing.assert_close(found["w"].double(), residual.mT @ inputs.double().square(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found["b"].double(), residual.sum(0), rtol=1e-5, atol=0)
 
 
 def test_labels_are_drawn_from_the_model() -> None:
     """Over draws (1[c = y] - p_c)^2 has the mean p_c (1 - p_c); 4000 of them come within four standard errors."""
     params = {"w": torch.zeros(3, 1), "b": torch.tensor([0.0, 1.0, -2.0])}
     p = params["b"].double().softmax(-1)
-    found = (
-        fisher_scores(softmax_regression, params, names=["b"], inputs=torch.zeros(4000, 1), seed=1).mean["b"].double()
-    )
+    sums = fisher_scores(softmax_regression, params, names=["b"], inputs=torch.zeros(4000, 1), seed=1)
+    found = sums["b"].double() / 4000
     spread = (p * (1 - p) * (1 - 2 * p).square() / 4000).sqrt()
     assert ((found - p * (1 - p)).abs() <= 4 * spread).all()
     labels = [draw_label(params["b"], u) for u in label_uniforms(1, 4000)]
@@ -58,8 +55,8 @@ def test_labels_are_drawn_from_the_model() -> None:
 
 def test_true_labels_and_sampled_ones_differ_and_the_seed_matters() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 30, 4)}
-    first, again, other = (fisher_scores(softmax_regression, REGRESSION, seed=s, **words).sums["w"] for s in (1, 1, 2))
-    true = fisher_scores(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(30), **words).sums["w"]
+    first, again, other = (fisher_scores(softmax_regression, REGRESSION, seed=s, **words)["w"] for s in (1, 1, 2))
+    true = fisher_scores(softmax_regression, REGRESSION, targets=torch.zeros(30), **words)["w"]
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
     assert not torch.allclose(first, true)
@@ -70,8 +67,8 @@ def test_it_is_not_the_square_of_the_batchs_gradient() -> None:
     w = REGRESSION["w"].clone().requires_grad_()
     loss = nn.functional.cross_entropy(softmax_regression({"w": w, "b": REGRESSION["b"]}, inputs), targets)
     (gradient,) = torch.autograd.grad(loss, w)
-    words = {"names": ["w"], "labels": "true", "targets": targets}
-    found = fisher_scores(softmax_regression, REGRESSION, inputs=inputs, **words).mean["w"]
+    words = {"names": ["w"], "targets": targets}
+    found = fisher_scores(softmax_regression, REGRESSION, inputs=inputs, **words)["w"] / len(inputs)
     assert (found > 5 * gradient.square()).float().mean() > 0.9
 
 
@@ -79,9 +76,5 @@ def test_what_does_not_fit_the_model_is_said_in_one_line() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 3, 4)}
     with pytest.raises(ModelError, match="no parameter 'v'"):
         fisher_scores(softmax_regression, REGRESSION, **(words | {"names": ["v"]}))
-    with pytest.raises(DataError, match="one target for each of 3 examples, and there are none"):
-        fisher_scores(softmax_regression, REGRESSION, labels="true", **words)
-    with pytest.raises(DataError, match=r"there are \(2,\)"):
-        fisher_scores(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(2), **words)
-    with pytest.raises(ConfigError, match="labels are 'guessed'"):
-        fisher_scores(softmax_regression, REGRESSION, labels="guessed", **words)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"each of 3 examples needs one target, and there are \(2,\)"):
+        fisher_scores(softmax_regression, REGRESSION, targets=torch.zeros(2), **words)

@@ -77,10 +77,8 @@ def by_vmap(module, inputs, targets):
 
 def of(module, inputs, targets, **words):
     params = dict(module.named_parameters())
-    words = {"names": params, "labels": "true", "targets": targets} | words
-    return fisher_scores(
-        lambda own, rows: functional_call(module, dict(own), (rows,)), params, inputs=inputs, **words
-    ).sums
+    words = {"names": params, "targets": targets} | words
+    return fisher_scores(lambda own, rows: functional_call(module, dict(own), (rows,)), params, inputs=inputs, **words)
 
 
 def assert_near(found, expected):

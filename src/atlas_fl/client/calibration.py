@@ -105,11 +105,10 @@ def sensitivity(job: Job, site: Site) -> Update:
         params,
         names=options.names,
         inputs=inputs,
-        labels=options.labels,
         targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
         seed=draws.derive("sensitivity"),
     )
-    return Update(client=job.client, params=scores.sums, examples=len(batch), metrics={})
+    return Update(client=job.client, params=scores, examples=len(batch), metrics={})
 
 
 def _text_logits(batch: tokenization.EncodedExamples, site: Site, params: Params, index: Tensor) -> Tensor:

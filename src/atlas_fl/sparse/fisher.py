@@ -3,21 +3,20 @@
     F_j = E_x E_{y ~ p(y|x)} (d log p(y|x) / d theta_j)^2
 
 The square stands inside the mean over examples, so that every example has a backward pass of its own. The square of a
-batch's mean gradient is another number, mu^2 + sigma^2 / B, and ranks weights differently. With `labels="true"` y is
-the label of the data: the empirical Fisher information, which does not approximate the first (Kunstner, Balles and
-Hennig 2019).
+batch's mean gradient is another number, mu^2 + sigma^2 / B, and ranks weights differently. With `targets` y is the
+label of the data: the empirical Fisher information, which does not approximate the first (Kunstner, Balles and Hennig
+2019).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import DataError
 from atlas_fl.params import Params
 from atlas_fl.rng import Seed, generator
 from atlas_fl.sparse.masks import select_params
@@ -26,53 +25,37 @@ LogitsFn: TypeAlias = Callable[[Params, Tensor], Tensor]
 """(all weights, inputs (1, ...)) -> logits (1, classes)."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Fisher:
-    """Sums over examples of squared gradients, so that those of several clients add up."""
-
-    sums: Params
-    examples: int
-
-    @property
-    def mean(self) -> dict[str, Tensor]:
-        """F_j: the sums over the number of examples."""
-        return {name: tensor / self.examples for name, tensor in self.sums.items()}
-
-
 def fisher_scores(
     logits: LogitsFn,
     params: Params,
     *,
     names: Iterable[str],
     inputs: Tensor,
-    labels: Literal["sampled", "true"] = "sampled",
     targets: Tensor | None = None,
     seed: Seed = 0,
-) -> Fisher:
-    """The summed Fisher information of the parameters `names` over the examples in `inputs`, (n, ...).
+) -> dict[str, Tensor]:
+    """The Fisher information of the parameters `names`, n F_j: summed over the examples in `inputs`, (n, ...).
 
-    Labels are drawn from the model by a stream of each example's own, `(seed, position)`.
+    Sums of several clients add up. Labels are the `targets` (n,), or drawn from the model by a stream of each example's
+    own, `(seed, position)`.
 
     Raises:
-        DataError: true labels are wanted and not given, or not one for each example.
+        DataError: there is not one target for each example.
         ModelError: the model has no parameter of that name.
     """
-    if labels not in ("sampled", "true"):
-        raise ConfigError(f"labels are {labels!r}; they are 'sampled' from the model or 'true'")
-    if labels == "true" and (targets is None or targets.shape != (len(inputs),)):
-        shape = "none" if targets is None else f"{tuple(targets.shape)}"
-        raise DataError(f"labels='true' needs one target for each of {len(inputs)} examples, and there are {shape}")
+    if targets is not None and targets.shape != (len(inputs),):
+        raise DataError(f"each of {len(inputs)} examples needs one target, and there are {tuple(targets.shape)}")
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in sorted(select_params(params, names).items())}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
     draws = label_uniforms(seed, len(inputs))
     for index, uniform in enumerate(draws):
         with torch.enable_grad():
             class_logits = logits({**params, **leaves}, inputs[index : index + 1])[0]
-            label = draw_label(class_logits, uniform) if targets is None or labels == "sampled" else targets[index]
+            label = draw_label(class_logits, uniform) if targets is None else targets[index]
             log_prob = class_logits.log_softmax(-1)[int(label)]
         for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
             sums[name] += gradient.double().square()
-    return Fisher(sums={name: total.to(params[name].dtype) for name, total in sums.items()}, examples=len(inputs))
+    return {name: total.to(params[name].dtype) for name, total in sums.items()}
 
 
 def label_uniforms(seed: Seed, count: int) -> Float64[np.ndarray, " examples"]:
