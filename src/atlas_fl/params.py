@@ -5,7 +5,6 @@ The words that every package shares.
 Functions of `Params`: values in, values out.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 from typing import Literal, TypeAlias, get_args
@@ -157,11 +156,6 @@ def plain_tensors(params: Params) -> dict[str, torch.Tensor]:
 def add(left: Params, right: Params, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """`left + scale * right`, key by key; both hold the same keys."""
     return {key: left[key] + scale * right[key] for key in left}
-
-
-def norm(params: Params) -> float:
-    """The Euclidean norm over all tensors, in float64."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
 
 
 def flatten_by_client(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:

@@ -279,17 +279,16 @@ def holds_json(path: Path, *, keys: Collection[str]) -> bool:
 OptionsT = TypeVar("OptionsT")
 
 
-def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, config: Config | None = None) -> OptionsT:
-    """The options that these words give, on top of a config; `--help` prints the page and exits.
+def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str) -> OptionsT:
+    """The options that these words give, on top of the config that `--preset` and `--config` give.
 
-    Without a config it is the one that `--preset` and `--config` give.
+    `--help` prints the page and exits.
 
     Raises:
         ConfigError: a flag is unknown, or a value is missing, of the wrong type or none of the choices.
     """
     check_flags(groups, flags=known_flags(options), command=command)
-    if config is None and has_settings(options):
-        config = base_config(groups, implied=getattr(options, "implied", {}))
+    config = base_config(groups, implied=getattr(options, "implied", {})) if has_settings(options) else None
     if asked := [group for group in groups if group.flag in ("-h", "--help")]:
         is_whole = any("all" in group.values for group in asked)
         print(help_page(options, command=command, config=config, is_whole=is_whole))

@@ -38,8 +38,6 @@ class PendingJob:
     """Computes the server half, if the client is cut."""
     client_job: Job | None = None
     """The half that a cut client was sent; None before."""
-    num_layers: int | None = None
-    """Blocks of the backbone; None for whole models."""
 
 
 @dataclass(eq=False)

@@ -301,13 +301,14 @@ class ClientManager:
             read_packed(tensors)  # raises for what is none
             return Update(client=client.name, params={}, examples=0, metrics={}, reported={SUM: tensors})
         # bytes through a cut are counted here, whatever the site reports
-        job = pending.client_job or pending.job
+        job, server = pending.client_job or pending.job, pending.split_server
         update = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})
-        if pending.split_server is not None and pending.client_job is not None:
-            update = await pending.split_server.finish_job(pending.number, update, tensors)
+        if server is not None and pending.client_job is not None:
+            update = await server.finish_job(pending.number, update, tensors)
         assert client.metadata is not None, "who has a job has registered"
+        num_layers = None if server is None else len(server.site.backbone.blocks)
         expected = AnsweredRequest(
-            action=pending.action, job=pending.job, metadata=client.metadata, num_layers=pending.num_layers
+            action=pending.action, job=pending.job, metadata=client.metadata, num_layers=num_layers
         )
         check_answer(expected, update)
         return update
@@ -390,9 +391,8 @@ class ClientManager:
     def _give(self, action: str, job: Job, *, round: int, split_server: SplitServer | None = None) -> PendingJob:
         """Give a client this job in this round; closed at once, with the reason, where it gets none."""
         client, future = self.clients[job.client], asyncio.get_running_loop().create_future()
-        num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
         self._job_count += 1
-        pending = PendingJob(self._job_count, action, job, future, split_server, num_layers=num_layers)
+        pending = PendingJob(self._job_count, action, job, future, split_server)
         if reason := client.skip_reason(round=round):
             future.set_result(reason)
         else:
