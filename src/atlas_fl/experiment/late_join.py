@@ -16,7 +16,7 @@ from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
-from atlas_fl.experiment.state import FederationState, JoinResult
+from atlas_fl.experiment.state import CurrentRun, FederationState, JoinResult
 from atlas_fl.params import HEAD, ByClient, Params
 from atlas_fl.planning import host_assignment, masks, planner, ranks_and_cuts, task_discovery
 from atlas_fl.planning.plan import ClientPlan, PlanResult
@@ -26,13 +26,12 @@ from atlas_fl.setup.options import cut_of, strategy_of
 from atlas_fl.storage.ledger import LedgerRow
 
 
-def add_late_clients(
-    assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState, *, on_event: OnEvent
-) -> JoinResult | None:
-    """The federation with all waiting clients that can take part; None where no client joins.
+def add_late_clients(run: CurrentRun, engine: Engine, *, on_event: OnEvent) -> JoinResult | None:
+    """The run with all waiting clients that can take part; None where no client joins.
 
     A client that cannot (it does not answer, nothing fits its device) is rejected with the reason.
     """
+    assembly, planned, state = run
     config, number = assembly.config, state.round + 1
     strategy = strategy_of(config)
     if (
@@ -73,16 +72,15 @@ def _join(assembly: Assembly, planned: PlanResult, state: FederationState, newco
     if strategy.communicates:
         models = reuse_equal_tensors(models, state.server_models, federation)
     server_state = strategy.extend_state(state.server_state, models)
+    joined = replace(
+        state,
+        server_models={**state.server_models, **models},
+        server_state=server_state,
+        client_models={**state.client_models, **models},
+        outdated=state.outdated | (models.keys() if strategy.communicates else set()),
+    )
     return JoinResult(
-        assembly=assembly,
-        planned=planned,
-        state=replace(
-            state,
-            server_models={**state.server_models, **models},
-            server_state=server_state,
-            client_models={**state.client_models, **models},
-            outdated=state.outdated | (models.keys() if strategy.communicates else set()),
-        ),
+        run=CurrentRun(assembly, planned, joined),
         newcomer_models=newcomer_models,
         state_changed=server_state is not state.server_state,
     )

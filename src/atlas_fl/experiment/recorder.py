@@ -177,15 +177,15 @@ class Recorder:
 
         For an audit also their own models, what became of them, and the plan that this followed from.
         """
-        state, assembly = join.state, join.assembly
+        assembly, planned, state = join.run
         self.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
         self.plan_file = f"plan-{state.round + 1:04d}.json"
-        self._write_plan(join.planned)
-        clients = [client for client in join.planned.plan.clients if client.name in join.newcomer_models]
+        self._write_plan(planned)
+        clients = [client for client in planned.plan.clients if client.name in join.newcomer_models]
         common = {"round": state.round + 1, "event": "joined"}
         events = [{**common, "client": client.name, "cluster": client.cluster} for client in clients]
         self._append_rows(self.folder.metrics, events)
-        self._append_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
+        self._append_messages(planned, round=state.round + 1, only=join.newcomer_models)
         if self.config.run.audit:
             self._write_join_audit(join)
         self._save_checkpoint(state)
@@ -200,13 +200,13 @@ class Recorder:
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
 
     def _write_join_audit(self, join: JoinResult) -> None:
-        state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)
+        state, folder = join.run.state, self.folder.audit_arrival(join.run.state.round + 1)
         initial_models = {name: state.client_models[name] for name in join.newcomer_models}
         self._write_audit_models(folder, "fresh", join.newcomer_models)
         self._write_audit_models(folder, "start", initial_models)
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
-        plan = join.planned.plan.to_json()
+        plan = join.run.planned.plan.to_json()
         self.audit_digests["plan.json"] = jsonl.write_json(folder / "plan.json", plan, within=self.folder.path)
         self._write_audit_record(folder, {"round": state.round + 1})
 

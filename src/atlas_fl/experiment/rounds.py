@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import (
     MODELS,
+    CurrentRun,
     FederationState,
     ReceivedUpdates,
     RoundOutcome,
@@ -139,38 +139,29 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     )
 
 
-class CurrentRun(NamedTuple):
-    """A run between two rounds: its clients, their plan, and the state of the federation."""
-
-    assembly: Assembly
-    planned: PlanResult
-    state: FederationState
-
-
 def run_rounds(run: CurrentRun, engine: Engine, *, last: int, recorder: Recorder, on_event: OnEvent) -> CurrentRun:
     """Run rounds `state.round + 1 .. last`; each is recorded before the next begins.
 
     The assembly that comes back includes the clients that joined.
     """
-    assembly, planned, state = run
-    federation, config = planned.plan.federation(), assembly.config
+    config, federation = run.assembly.config, run.planned.plan.federation()
     warnings = share_warnings(federation, config.robust.max_share)
     tell_notes(on_event, *warnings, *strategy_of(config).warnings(federation))
-    for number in range(state.round + 1, last + 1):
+    for number in range(run.state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
         start_time = time.perf_counter()
-        if (join := add_late_clients(assembly, planned, engine, state, on_event=on_event)) is not None:
-            assembly, planned, state = join.assembly, join.planned, join.state
+        if (join := add_late_clients(run, engine, on_event=on_event)) is not None:
+            run = join.run
             recorder.record_join(join)
-        if is_reclustered(assembly.config, number):
-            assembly, planned, state = _recluster(
-                CurrentRun(assembly, planned, state), engine, recorder, on_event=on_event
-            )
+        if is_reclustered(run.assembly.config, number):
+            run = _recluster(run, engine, recorder, on_event=on_event)
+        assembly, planned, state = run
         state, messages = choose_models(assembly, engine, state, round_start(assembly, state, planned))
         if messages is not None:
             recorder.record_choice(messages, state)
         state, record = one_round(assembly, planned, engine, state)
         state = recorder.move_to_disk(state)
+        run = CurrentRun(assembly, planned, state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         tell_notes(on_event, *record.notes())
         losses = [update.metrics["loss"] for update in record.received.updates.values()]
@@ -191,7 +182,7 @@ def run_rounds(run: CurrentRun, engine: Engine, *, last: int, recorder: Recorder
             on_event(Note(f"stopped early after round {number}: validation was best in round {best}"))
             break
         del record  # whose models would stay in memory while the next round trains
-    return CurrentRun(assembly, planned, state)
+    return run
 
 
 def round_participants(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ from atlas_fl.experiment.alone import reference_assembly, resample_clients, scor
 from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import MOST_EXPORTED, export_clients
 from atlas_fl.experiment.recorder import Recorder, check_provenance, check_run_files, check_same_settings, provenance_of
-from atlas_fl.experiment.rounds import CurrentRun, run_rounds
-from atlas_fl.experiment.state import FederationState
+from atlas_fl.experiment.rounds import run_rounds
+from atlas_fl.experiment.state import CurrentRun, FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.lora import frozen_weight

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -543,13 +543,19 @@ def plan_messages(
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinResult:
-    """The federation with the clients that joined it."""
+class CurrentRun(NamedTuple):
+    """A run between two rounds: its clients, their plan, and the state of the federation."""
 
     assembly: Assembly
     planned: PlanResult
     state: FederationState
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinResult:
+    """The run with the clients that joined it."""
+
+    run: CurrentRun
     newcomer_models: ByClient
     """The newcomers' models after the warm-up, at their ranks, before the first aggregation."""
     state_changed: bool
