@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.clustering.sketch import CHUNK, _hashes, sketch
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import DataError
 
 
 def normals(*shape, seed=0):
@@ -97,5 +97,3 @@ def test_bad_fingerprints_stop_the_run():
     for bad in (float("nan"), float("inf")):
         with pytest.raises(DataError, match="tensor 'b' holds NaN or infinity"):
             sketch({"a": torch.ones(3), "b": torch.tensor([1.0, bad])}, dim=8, seed=0)
-    with pytest.raises(ConfigError, match="sketch_dim 1 is too small; at least 2"):
-        sketch({"a": torch.ones(3)}, dim=1, seed=0)

@@ -402,8 +402,7 @@ class Directions(OfAll):
 
     def frozen(self, _plan: AuditPlan, state: Flat, client: str) -> dict[str, Tensor]:
         """Minus the update that the client began with."""
-        start = f"start/{client}/"
-        own = {path.removeprefix(start): one for path, one in state.items() if path.startswith(start)}
+        own = below(state, f"start/{client}/")
         return {key: torch.neg(one) if key.endswith(LORA_B) else one for key, one in own.items()}
 
     def value(self, step: Step, k: int, key: str) -> Value | None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from atlas_fl.clustering.blocks import MOST_EXACT
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import DataError
 from atlas_fl.rng import derive_seed
 
 CHUNK = 1 << 18
@@ -33,7 +33,7 @@ def sketch(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> np.nd
 
     A function of (seed, key, size) and the values alone: clients on other machines and library versions agree
     without exchanging anything. A tensor of zeros adds nothing.
-    Raises ConfigError for `dim` below 2 and DataError for NaN, infinity or when every tensor is zero.
+    Raises DataError for NaN, infinity or when every tensor is zero.
     """
     return combine_parts(sketch_parts(tensors, dim=dim, seed=seed).values())
 
@@ -42,10 +42,8 @@ def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) ->
     """Addend of every tensor to their sketch before it is divided by its norm, float64 (dim,), by name.
 
     A sketch is linear: tensors that lie on two machines are sketched there, and put together by `combine_parts`.
-    Raises ConfigError for `dim` below 2 and DataError for NaN or infinity.
+    Raises DataError for NaN or infinity.
     """
-    if dim < 2:
-        raise ConfigError(f"sketch_dim {dim} is too small; at least 2, 1024 is usual")
     return {
         key: _unit_sketch(key, tensor, dim=dim, seed=derive_seed(seed, "sketch", key, tensor.numel()))
         for key, tensor in tensors.items()

@@ -27,7 +27,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.fedsb import completed
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.method import Aggregated, StepInputs
-from atlas_fl.methods.server_optimizers import cohorts
+from atlas_fl.methods.server_optimizers import body_cohort
 from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, params_by_client
 
 START = "start"
@@ -60,8 +60,7 @@ class FedAvgByQr(WithFrozenPart):
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The average of the heads, and the directions of the average of the products."""
-        steps = cohorts(inputs.federation, inputs.present, self.options)
-        everyone = next((cohort for cohort in steps if not cohort.is_head), None)
+        everyone = body_cohort(inputs, self.options)
         if everyone is None:
             return done
         models = {client: dict(params) for client, params in done.client_models.items()}
