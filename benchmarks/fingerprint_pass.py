@@ -20,7 +20,8 @@ from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches
 from atlas_fl.client.options import FingerprintOptions
-from atlas_fl.config import Config, DataConfig
+from atlas_fl.config import Config
+from atlas_fl.config.schema import DataConfig
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.setup.options import warmup_options
 

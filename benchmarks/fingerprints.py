@@ -30,7 +30,8 @@ from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement
 from atlas_fl.clustering.sketch import sketch
-from atlas_fl.config import Config, DataConfig, RunConfig
+from atlas_fl.config import Config
+from atlas_fl.config.schema import DataConfig, RunConfig
 from atlas_fl.params import Params
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.setup.options import warmup_options

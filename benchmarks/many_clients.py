@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl.config import Config, RunConfig, with_values
+from atlas_fl.config import Config, with_values
+from atlas_fl.config.schema import RunConfig
 from atlas_fl.deployment import site
 from atlas_fl.deployment.server import remote_backend
 from atlas_fl.deployment.service import ServerOptions

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig
-from atlas_fl.config.schema import ModelConfig
+from atlas_fl.config import Config
+from atlas_fl.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from atlas_fl.models.peft_io import peft_name
 from atlas_fl.models.registry import modules_to_save
 from atlas_fl.models.tokenization import EncodedExamples

@@ -17,8 +17,8 @@ from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
-from atlas_fl.config import Config, DataConfig, RunConfig
-from atlas_fl.config.schema import ModelConfig
+from atlas_fl.config import Config
+from atlas_fl.config.schema import DataConfig, ModelConfig, RunConfig
 from atlas_fl.setup.assembly import assemble
 
 RANK = 8

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from atlas_fl.clustering.result import Placement as Placement
     from atlas_fl.clustering.result import assign_client as assign_client
     from atlas_fl.config import Config as Config
-    from atlas_fl.config import DataConfig as DataConfig
-    from atlas_fl.config import MixingConfig as MixingConfig
-    from atlas_fl.config import RunConfig as RunConfig
-    from atlas_fl.config import TrainingConfig as TrainingConfig
     from atlas_fl.config import config_hash as config_hash
     from atlas_fl.config import differences as differences
     from atlas_fl.config import load_config as load_config
@@ -36,9 +32,13 @@ if TYPE_CHECKING:
     from atlas_fl.config import with_values as with_values
     from atlas_fl.config.presets import find_preset as find_preset
     from atlas_fl.config.schema import ClusteringConfig as ClusteringConfig
+    from atlas_fl.config.schema import DataConfig as DataConfig
+    from atlas_fl.config.schema import MixingConfig as MixingConfig
     from atlas_fl.config.schema import ModelConfig as ModelConfig
     from atlas_fl.config.schema import RanksConfig as RanksConfig
+    from atlas_fl.config.schema import RunConfig as RunConfig
     from atlas_fl.config.schema import SplitConfig as SplitConfig
+    from atlas_fl.config.schema import TrainingConfig as TrainingConfig
     from atlas_fl.errors import AtlasError as AtlasError
     from atlas_fl.errors import BudgetError as BudgetError
     from atlas_fl.errors import CheckpointError as CheckpointError

@@ -5,7 +5,7 @@ import re
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import MixingConfig
 from tests.audit.written import edit_record, edit_tensors, found, only, write_run
 
 

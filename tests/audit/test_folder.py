@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import MixingConfig
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import ROUNDS, write_run
 from tests.runs.resealing import resealed

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import MixingConfig
 from atlas_fl.params import digest
 from tests.audit.written import CLIENTS, D_IN, ROUNDS, edit_record, edit_tensors, found, only, plan_json, write_run
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import atlas_fl.audit
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig
-from atlas_fl.config.schema import RobustConfig, server_config
+from atlas_fl.config.schema import MixingConfig, RobustConfig, server_config
 from atlas_fl.methods.registry import RULES
 from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import (

@@ -11,7 +11,7 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.rules import RULES, formula_of
 from atlas_fl.audit.run_files import AuditPlan, open_run
 from atlas_fl.audit.step import Step, weights
-from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import MixingConfig
 from atlas_fl.errors import CheckpointError
 from atlas_fl.methods import registry
 from atlas_fl.methods.registry import ALIASES, METHODS

@@ -6,8 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig
-from atlas_fl.config.schema import RobustConfig, server_config
+from atlas_fl.config.schema import MixingConfig, RobustConfig, server_config
 from tests.audit.test_honest import SERVER_OPTIMIZERS
 from tests.audit.written import ROUNDS, edit_tensors, found, only, only_rows, write_run
 

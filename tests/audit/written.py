@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.config import Config, MixingConfig, TrainingConfig, to_toml
-from atlas_fl.config.schema import RanksConfig, RobustConfig, server_config
+from atlas_fl.config import Config, to_toml
+from atlas_fl.config.schema import MixingConfig, RanksConfig, RobustConfig, TrainingConfig, server_config
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.registry import find_method

@@ -3,19 +3,9 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from atlas_fl.config import (
-    Config,
-    DataConfig,
-    RunConfig,
-    config_hash,
-    differences,
-    pinned_config,
-    run_folder,
-    settings,
-    validate,
-    with_values,
-)
+from atlas_fl.config import Config, config_hash, differences, pinned_config, run_folder, settings, validate, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.config.schema import DataConfig, RunConfig
 from atlas_fl.config.values import Mark
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.registry import METHODS

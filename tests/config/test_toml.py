@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig, load_config, settings, to_toml
+from atlas_fl.config import Config, load_config, settings, to_toml
 from atlas_fl.config.files import MOST_BYTES
 from atlas_fl.config.presets import find_preset, presets
+from atlas_fl.config.schema import DataConfig, RunConfig, TrainingConfig
 from atlas_fl.errors import ConfigError
 
 

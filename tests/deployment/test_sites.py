@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from atlas_fl.client.job import Job
-from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
+from atlas_fl.config import Config, config_hash, parse_config, to_toml, with_values
+from atlas_fl.config.schema import RunConfig
 from atlas_fl.deployment.server import _expected_clients
 from atlas_fl.deployment.service import (
     REST_BYTES,

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
+from atlas_fl.config import Config, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.config.schema import RunConfig
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,

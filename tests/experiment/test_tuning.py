@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, RunConfig, run_folder, validate, with_values
+from atlas_fl.config import Config, run_folder, validate, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.config.schema import RunConfig
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.summary import LOWEST
 from atlas_fl.experiment.sweep import SEEDS, Point

@@ -14,9 +14,17 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
-from atlas_fl.config import Config, DataConfig, MixingConfig, RunConfig, TrainingConfig, with_values
+from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.config.schema import ClusteringConfig, ModelConfig, RanksConfig
+from atlas_fl.config.schema import (
+    ClusteringConfig,
+    DataConfig,
+    MixingConfig,
+    ModelConfig,
+    RanksConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from atlas_fl.experiment import run
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone

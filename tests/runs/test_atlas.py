@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.config import Config, MixingConfig, with_values
+from atlas_fl.config import Config, with_values
+from atlas_fl.config.schema import MixingConfig
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of

@@ -19,7 +19,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from atlas_fl.clustering.blocks import Matrix, from_plain
-from atlas_fl.config import Config, MixingConfig, load_config, validate
+from atlas_fl.config import Config, load_config, validate
+from atlas_fl.config.schema import MixingConfig
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, unflatten_by_client
 from atlas_fl.plugins import load_plugins

@@ -15,10 +15,6 @@ from atlas_fl.config.identity import pin_mask_file as pin_mask_file
 from atlas_fl.config.identity import pinned_config as pinned_config
 from atlas_fl.config.identity import run_folder as run_folder
 from atlas_fl.config.schema import Config as Config
-from atlas_fl.config.schema import DataConfig as DataConfig
-from atlas_fl.config.schema import MixingConfig as MixingConfig
-from atlas_fl.config.schema import RunConfig as RunConfig
-from atlas_fl.config.schema import TrainingConfig as TrainingConfig
 from atlas_fl.config.settings import settings as settings
 from atlas_fl.config.settings import value_of as value_of
 from atlas_fl.config.settings import with_values as with_values

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from atlas_fl.config import Config, RunConfig, config_hash, run_folder, to_toml
+from atlas_fl.config import Config, config_hash, run_folder, to_toml
 from atlas_fl.config.conflicts import MULTILABEL, kinds_of
-from atlas_fl.config.schema import NONE
+from atlas_fl.config.schema import NONE, RunConfig
 from atlas_fl.data.registry import TASKS, find_tasks
 from atlas_fl.deployment.consent import ServiceChoices
 from atlas_fl.errors import BudgetError, ConfigError, ProtocolError

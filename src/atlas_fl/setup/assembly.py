@@ -15,8 +15,8 @@ import torch
 
 from atlas_fl.client.embeddings import embed
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
-from atlas_fl.config import Config, DataConfig, config_hash, load_config
-from atlas_fl.config.schema import NONE, cuts_by_name, parse_arrivals
+from atlas_fl.config import Config, config_hash, load_config
+from atlas_fl.config.schema import NONE, DataConfig, cuts_by_name, parse_arrivals
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.chat import last_answer
