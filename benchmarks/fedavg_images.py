@@ -29,7 +29,7 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
 from atlas_fl.experiment.rounds import one_round, round_participants
-from atlas_fl.experiment.state import FederationState
+from atlas_fl.experiment.state import CurrentRun, FederationState
 from atlas_fl.models.vision import preprocess
 from atlas_fl.params import HEAD
 from atlas_fl.planning.planner import local_engine, plan_run
@@ -73,7 +73,7 @@ class Ours:
         )
 
     def round(self) -> None:
-        self.state, _ = one_round(self.assembly, self.planned, self.engine, self.state)
+        self.state, _ = one_round(CurrentRun(self.assembly, self.planned, self.state), self.engine)
 
     def model(self) -> Mapping[str, Tensor]:
         return self.state.client_models[self.assembly.names[0]]

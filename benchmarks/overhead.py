@@ -23,7 +23,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, with_values
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.rounds import one_round
-from atlas_fl.experiment.state import FederationState
+from atlas_fl.experiment.state import CurrentRun, FederationState
 from atlas_fl.params import Params
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.rng import torch_generator
@@ -117,7 +117,7 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
     state, taken = FederationState(round=0, server_models=models, client_models=models), []
     for _ in range(rounds):
         engine, began = Echo([]), time.perf_counter()
-        state, record = one_round(assembly, planned, engine, state)
+        state, record = one_round(CurrentRun(assembly, planned, state), engine)
         recorder.record_round(record, state, seconds=0.0)
         taken.append(time.perf_counter() - began - sum(engine.seconds))
     return 1e3 * statistics.median(taken) / len(assembly.names)

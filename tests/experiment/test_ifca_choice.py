@@ -15,8 +15,8 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.rounds import choose_models, round_start
-from atlas_fl.experiment.state import FederationState
+from atlas_fl.experiment.rounds import choose_models
+from atlas_fl.experiment.state import CurrentRun, FederationState
 from atlas_fl.methods.cfl import CLUSTERS
 from atlas_fl.methods.ifca import LOSSES, draw_clusters
 from atlas_fl.methods.registry import find_method
@@ -75,8 +75,8 @@ def chosen(engine: Losses, **words: Any) -> Any:
 
 def choose(assembly: Any, engine: Any, state: FederationState) -> tuple[FederationState, Any]:
     planned = [SimpleNamespace(name=name, predicted={"seconds": 1.0}) for name in assembly.names]
-    start = round_start(assembly, state, SimpleNamespace(plan=SimpleNamespace(clients=planned)))
-    return choose_models(assembly, engine, state, start)
+    plan: Any = SimpleNamespace(plan=SimpleNamespace(clients=planned))
+    return choose_models(CurrentRun(assembly, plan, state), engine)
 
 
 @dataclass

@@ -155,13 +155,12 @@ def run_rounds(run: CurrentRun, engine: Engine, *, last: int, recorder: Recorder
             recorder.record_join(join)
         if is_reclustered(run.assembly.config, number):
             run = _recluster(run, engine, recorder, on_event=on_event)
-        assembly, planned, state = run
-        state, messages = choose_models(assembly, engine, state, round_start(assembly, state, planned))
+        state, messages = choose_models(run, engine)
         if messages is not None:
             recorder.record_choice(messages, state)
-        state, record = one_round(assembly, planned, engine, state)
+        state, record = one_round(run._replace(state=state), engine)
         state = recorder.move_to_disk(state)
-        run = CurrentRun(assembly, planned, state)
+        run = run._replace(state=state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         tell_notes(on_event, *record.notes())
         losses = [update.metrics["loss"] for update in record.received.updates.values()]
@@ -196,8 +195,9 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     return sample_clients(config, names, round=first)
 
 
-def round_start(assembly: Assembly, state: FederationState, planned: PlanResult, *, served: bool = False) -> RoundStart:
+def round_start(run: CurrentRun, *, served: bool = False) -> RoundStart:
     """Federation as the round after this state begins."""
+    assembly, planned, state = run
     config, number = assembly.config, state.round + 1
     drawn = round_participants(config, assembly.drawn_from or assembly.names, round=number)
     here = frozenset(assembly.names)
@@ -253,12 +253,10 @@ def _recluster(run: CurrentRun, engine: Engine, recorder: Recorder, *, on_event:
     return CurrentRun(assembly, planned, state)
 
 
-def one_round(
-    assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState
-) -> tuple[FederationState, RoundRecord]:
+def one_round(run: CurrentRun, engine: Engine) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
-    config = assembly.config
-    start = round_start(assembly, state, planned, served=isinstance(engine, RemoteEngine))
+    assembly, planned, state = run
+    config, start = assembly.config, round_start(run, served=isinstance(engine, RemoteEngine))
     parts = parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     method, sent = strategy_of(config), dict[str, ByClient]()
@@ -498,14 +496,13 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
     )
 
 
-def choose_models(
-    assembly: Assembly, engine: Engine, state: FederationState, start: RoundStart
-) -> tuple[FederationState, list[LedgerRow] | None]:
+def choose_models(run: CurrentRun, engine: Engine) -> tuple[FederationState, list[LedgerRow] | None]:
     """(the state with which the round begins, the messages of the choice); None where nothing was to choose.
 
     Clients take other models than their own by their losses, where a method lets them: the candidates that a client
     does not hold go down to it, and its losses come back (`methods.method.Method.choose`).
     """
+    assembly, state, start = run.assembly, run.state, round_start(run)
 
     def losses(candidates: Mapping[int, ByClient]) -> dict[str, dict[int, float]]:
         prior_correction = assembly.config.training.prior_correction
