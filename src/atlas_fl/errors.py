@@ -106,7 +106,7 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ";"
 
 
-def first_of(names: Sequence[object]) -> str:
+def first_of(names: Sequence[object], *, most: int = MOST_NAMES) -> str:
     """The first names with commas between them, and how many more there are."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(map(str, names[:MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

@@ -189,15 +189,9 @@ def flatten_state(state: ServerState) -> dict[str, torch.Tensor]:
 
 def unflatten_state(flat: Params) -> ServerState:
     """The inverse of `flatten_state`."""
-    state: dict[str, torch.Tensor | ServerState] = {}
-    nested: dict[str, dict[str, torch.Tensor]] = {}
-    for path, tensor in flat.items():
-        name, _, rest = path.partition("/")
-        if rest:
-            nested.setdefault(name, {})[rest] = tensor
-        else:
-            state[name] = tensor
-    return state | {name: unflatten_state(part) for name, part in nested.items()}
+    own = {path: tensor for path, tensor in flat.items() if "/" not in path}
+    nested = unflatten_by_client({path: tensor for path, tensor in flat.items() if path not in own})
+    return {**own, **{name: unflatten_state(part) for name, part in nested.items()}}
 
 
 def with_frozen(params: Params, frozen: Params) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.metrics import CHANCE, FURTHER_METRICS
-from atlas_fl.errors import ProtocolError, short_repr
+from atlas_fl.errors import ProtocolError, first_of, short_repr
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
@@ -205,8 +205,7 @@ def _check_report(request: AnsweredRequest, update: Update) -> None:
 
 
 def _first(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(map(short_repr, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+    return first_of([short_repr(name) for name in names], most=3)
 
 
 def _scores(request: AnsweredRequest) -> ExpectedAnswer:
