@@ -61,6 +61,7 @@ class Shape:
     tokens: int
     """Median length of a text."""
     precisions: tuple[str, ...]
+    """`fast` is bf16 with `--fast-kernels`, where there is a GPU."""
     steps: int = 8
 
 
@@ -92,7 +93,7 @@ SHAPES = {
         vocabulary=151936,
         clients=9,
         tokens=20,
-        precisions=("fp32", "bf16"),
+        precisions=("fp32", "bf16", "fast"),
     ),
     "qwen2.5-7b": Shape(
         model_type="qwen2",
@@ -103,7 +104,7 @@ SHAPES = {
         vocabulary=152064,
         clients=4,
         tokens=120,
-        precisions=("bf16",),
+        precisions=("bf16", "fast"),
         steps=4,
     ),
 }
@@ -138,7 +139,7 @@ def write_model(shape: Shape, folder: Path) -> None:
     (bpe_tokenizer() if shape.model_type == "qwen2" else word_tokenizer()).save_pretrained(folder)
     settings = {**shape.settings, "vocab_size": shape.vocabulary, "pad_token_id": 0, "num_labels": LABELS}
     config = AutoConfig.for_model(shape.model_type, **settings)
-    dtype = torch.bfloat16 if shape.precisions == ("bf16",) else torch.float32
+    dtype = torch.float32 if "fp32" in shape.precisions else torch.bfloat16
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
@@ -188,7 +189,10 @@ def config_of(folder: Path, shape: Shape, device: str, precision: str) -> Config
         training=TrainingConfig(pack_memory_gb=30, lr=1e-3),
         run=RunConfig(runs_dir=str(folder / "runs")),
     )
-    return with_values(base, {"precision": precision, "base_weights": precision, "accelerator": device})
+    fast = precision == "fast"
+    number = "bf16" if fast else precision
+    values = {"precision": number, "base_weights": number, "fast_kernels": fast, "accelerator": device}
+    return with_values(base, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +226,21 @@ def correctness(place: Workplace, device: str) -> Iterator[str]:
         yield f"{where}: the same packs twice differ by {difference(results[where], again):.1e}"
         yield f"{where}: packs and clients alone differ by {difference(results[where], alone):.1e}"
     yield f"cpu and {device} differ by {difference(results['cpu'], results[device]):.1e}"
+    yield from halves(place, device)
     for strategy in ("fedavg", "atlas"):
         yield resumed(place, device, strategy)
+
+
+def halves(place: Workplace, device: str) -> Iterator[str]:
+    """Lines on bf16: the same training packed, alone, and with the fast kernels."""
+    assembly = place.assembly(device, "bf16")
+    jobs = jobs_of(assembly, steps=place.shape.steps)
+    packed = LocalEngine(site=assembly.site).run("train", jobs)
+    alone = LocalEngine(site=replace(assembly.site, max_tokens=1)).run("train", jobs)
+    yield f"{device} in bf16: packs and clients alone differ by {difference(packed, alone):.1e}"
+    if device == "cuda":
+        fast = LocalEngine(site=place.assembly(device, "fast").site).run("train", jobs)
+        yield f"{device} in bf16: packs without and with the fast kernels differ by {difference(packed, fast):.1e}"
 
 
 def difference(left: Any, right: Any) -> float:
@@ -271,7 +288,7 @@ def ratio(place: Workplace, device: str, precision: str, repeat: int) -> str:
     assembly = place.assembly(device, precision)
     jobs = jobs_of(assembly, steps=place.shape.steps)
     free(device)
-    options = argparse.Namespace(device=device, bf16=precision == "bf16", repeat=repeat)
+    options = argparse.Namespace(device=device, bf16=precision != "fp32", repeat=repeat)
     seconds, ratios, far = in_turns(jobs, assembly, options)
     return (
         f"| {place.name} | {precision} | {len(jobs)} | {statistics.median(seconds):.2f} |"
@@ -341,12 +358,14 @@ def main() -> None:
                     print(line, flush=True)
             print("\n| model | precision | clients | packed, s | PEFT over packed | adapters differ | launches |")
             print("|---|---|---|---|---|---|---|", flush=True)
-            for precision in place.shape.precisions:
+            precisions = [one for one in place.shape.precisions if args.device == "cuda" or one != "fast"]
+            for precision in precisions:
                 attempt(lambda: ratio(place, args.device, precision, args.repeat), f"{name} {precision}")  # noqa: B023
                 free(args.device)
             print("\n| model | precision | clients | how | held, MB | above it at the peak, MB |")
             print("|---|---|---|---|---|---|", flush=True)
-            attempt(lambda: "\n".join(memory(place, args.device, place.shape.precisions[-1])), name)  # noqa: B023
+            for precision in precisions[-2:]:
+                attempt(lambda: "\n".join(memory(place, args.device, precision)), name)  # noqa: B023
             free(args.device)
 
 

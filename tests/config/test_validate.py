@@ -152,6 +152,24 @@ def test_what_is_allowed_passes(values: dict[str, str]) -> None:
     validate(with_values(Config(), values))
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "--fast-kernels compute in half precision, and --precision fp32 does not; take --precision bf16"),
+        ({"precision": "bf16", "accelerator": "cpu"}, "--fast-kernels need a GPU with CUDA"),
+        ({"precision": "bf16", "split": "4"}, "--fast-kernels are of a model that stands whole on one machine"),
+        (
+            {"precision": "bf16", "tasks": "fashion_mnist", "model": "dinov2-vits14", "tune": "lora"},
+            "--fast-kernels are for models of texts",
+        ),
+    ],
+)
+def test_fast_kernels_are_refused_where_they_cannot_run(values: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        validate(with_values(Config(), {"accelerator": "cuda", "fast_kernels": "yes", **values}))
+    assert validate(with_values(Config(), {"accelerator": "cuda", "fast_kernels": "yes", "precision": "bf16"}))
+
+
 def test_fp16_on_the_cpu_is_one_line_that_names_the_other_precisions() -> None:
     with pytest.raises(ConfigError, match=r"--precision fp16 needs a GPU with CUDA.*take --precision bf16 or") as one:
         validate(with_values(Config(), {"precision": "fp16"}))

@@ -15,13 +15,16 @@ from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.models.backbone import target_modules
+from atlas_fl.errors import ModelError
+from atlas_fl.models import attention
+from atlas_fl.models.backbone import stock_attention, target_modules
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import FAMILIES, head_shapes
 from atlas_fl.models.tokenization import EncodedExamples
 from tests.architectures import ARCHITECTURES
 from tests.conftest import Tiny
+from tests.models.test_packing import varlen_in_turn
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -188,6 +191,28 @@ def test_gradient_checkpointing_trains_the_same_model(tiny, site_of, spec_of, ta
     for ours, theirs in zip(found, expected, strict=True):
         for key, value in theirs.params.items():
             torch.testing.assert_close(ours.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
+
+
+def test_flash_attention_trains_the_same_model(tiny, site_of, spec_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a function that computes on a CPU what the kernel computes on a GPU."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen_in_turn)
+    specs = [spec_of(name="a-0"), spec_of(name="b-0", ranks=(4, 1, 2), labels=3)]
+    plain = site_of(tiny, *specs)
+    if tiny.name == "gemma2":
+        with pytest.raises(ModelError, match="caps its attention scores, and --fast-kernels do not; leave them out"):
+            load_backbone(str(tiny.path), fast=True)
+        return
+    fast = dataclasses.replace(plain, backbone=load_backbone(str(tiny.path), fast=True))
+    options = TrainOptions(seed=3, lr=1e-2, max_steps=3, batch_size=4)
+    jobs = [Job(client=s.name, params=tiny.params(s), round=1, options=options) for s in specs]
+    for ours, theirs in zip(train(jobs, fast), train(jobs, plain), strict=True):
+        for key, value in theirs.params.items():
+            torch.testing.assert_close(ours.params[key], value, atol=1e-5, rtol=1e-5, msg=key)
+    with stock_attention(fast.backbone):
+        pass
+    monkeypatch.setattr(attention, "varlen_attn", lambda *_, **__: pytest.fail("asked for, and again after stock"))
+    with pytest.raises(pytest.fail.Exception, match="after stock"):
+        train(jobs, fast)
 
 
 def half_jobs(tiny, spec_of, *, steps: int, **words: float):

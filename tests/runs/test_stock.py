@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config
+from atlas_fl.config import Config, with_values
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import client_check
 from atlas_fl.errors import AtlasError, ConfigError, ModelError, ProtocolError
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.models.loading import find_family
 from atlas_fl.models.registry import FAMILIES
 from atlas_fl.models.stock import NOTE
 from atlas_fl.planning.plan import read_plan
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_metadata
-from atlas_fl.setup.assembly import NEEDS_PACKS, assemble, backbone_of
+from atlas_fl.setup.assembly import NEEDS_PACKS, assemble, backbone_of, check_stock
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.stock_folders import save_stock_folder
 from tests.models.tiny_vision import save_tiny
@@ -91,7 +92,15 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("setting", NEEDS_PACKS)
+def test_fast_kernels_need_packs(model_of) -> None:
+    """They need a GPU too, so that no run comes this far on a CPU."""
+    assert set(NEEDS_PACKS) == {*REFUSED, "fast_kernels"}
+    _, family = find_family(model_of("albert"))
+    with pytest.raises(ConfigError, match=r"^--fast-kernels compute rows of a pack"):
+        check_stock(with_values(Config(), {"fast_kernels": True}), family)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
 def test_what_needs_packs_is_refused_in_one_line_and_nothing_is_left(config: Make, model_of, setting: str) -> None:
     values, words = REFUSED[setting]
     small = config(model=model_of("albert"), **values)

@@ -195,7 +195,14 @@ def client_side_forward(
 
 
 def _adapters(row: PackedBatch, clients: Sequence[Params], site: Site, mask: DropoutMaskFn | None) -> Adapters:
-    return Adapters(clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask)
+    return Adapters(
+        clients=clients,
+        segments=row.segments,
+        sequences=row.pooled,
+        scale=site.scale,
+        grouped=site.backbone.fast,
+        dropout_mask=mask,
+    )
 
 
 def modules_of(site: Site, blocks: range) -> dict[str, nn.Module]:

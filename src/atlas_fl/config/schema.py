@@ -407,6 +407,9 @@ class ModelConfig:
     four bits of QLoRA, need torchao."""
     gradient_checkpointing: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Recompute each block in the backward pass: less memory, more time."""
+    fast_kernels: Annotated[bool, Mark.OF_ADAPTERS] = False
+    """On CUDA in bf16 or fp16: flash attention, which keeps no scores in memory, and in bf16 grouped products of
+    adapters. Flash attention adds gradients in no fixed order, so that a run and its repetition differ by rounding."""
     init_adapter: Annotated[str | None, Mark.OF_ADAPTERS] = None
     """A PEFT adapter folder that every client starts from."""
 

@@ -3,6 +3,10 @@
 Stock transformers run on the row unmodified: position ids restart at every sequence, and attention is
 registered through the public `AttentionInterface` and `AttentionMaskInterface`. The layout of the row
 travels to the attention function as a keyword argument of the model's own forward call.
+
+Two functions compute the same: `packed_attention` in products of its own on any device, to the same bits each time, and
+`flash_attention` by PyTorch's kernel for CUDA (Dao 2023, "FlashAttention-2", arXiv:2307.08691), which holds no scores
+in memory and adds gradients in no fixed order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-PACKED = "atlas_packed"
+PACKED, FLASH = "atlas_packed", "atlas_packed_flash"
 
 # Sequences attend together up to this ratio of their lengths: fewer, larger products for a little padding. A GPU pays
 # for the launch of each product more than for padding.
@@ -43,7 +48,8 @@ class PackedLayout:
     gather: Tensor  # (slots,) int64, the token in every slot of the buckets; padding repeats a first token
     slot: Tensor  # (tokens,) int64, the slot of every token
     padding: Tensor  # (paddings,) int64, the slots that hold no token
-    buckets: tuple[Bucket, ...]
+    offsets: Tensor  # (sequences + 1,) int32, the first token of every sequence, and behind the last
+    buckets: tuple[Bucket, ...]  # shortest first
 
 
 def _group_by_length(sizes: np.ndarray, ratio: float) -> Iterator[np.ndarray]:
@@ -86,6 +92,7 @@ def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -
         gather=tensor(gather),
         slot=tensor(slot),
         padding=tensor(padding_slots),
+        offsets=tensor(np.append(starts, sizes.sum()).astype(np.int32)),
         buckets=tuple(buckets),
     )
 
@@ -270,8 +277,45 @@ def packed_attention(
     return out[None], None
 
 
+def flash_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - as above
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    layout: PackedLayout,
+    only_first: bool = False,
+    **kwargs: object,  # noqa: ARG001
+) -> tuple[Tensor, None]:
+    """`packed_attention` without `softcap`, on CUDA in bf16 or fp16, by the flash kernel for rows of many lengths."""
+    queries, keys, values = (states.transpose(1, 2)[0].to(value.dtype) for states in (query, key, value))
+    causal = bool(getattr(module, "is_causal", False))
+    firsts = only_first and not causal
+    longest = layout.buckets[-1].length
+    # the kernel counts the tokens before each one, a model's window that token too
+    before = -1 if not causal or sliding_window is None or sliding_window >= longest else sliding_window - 1
+    out = varlen_attn(
+        queries[layout.starts] if firsts else queries,
+        keys,
+        values,
+        torch.arange(len(layout.starts) + 1, dtype=torch.int32, device=query.device) if firsts else layout.offsets,
+        layout.offsets,
+        1 if firsts else longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0 if causal else -1),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(out, Tensor), "a tuple is of those who ask for more"
+    return (torch.zeros_like(queries).index_copy(0, layout.starts, out) if firsts else out)[None], None
+
+
 def register_packed_attention() -> None:
-    """Make `attn_implementation="atlas_packed"` known to transformers; doing it twice changes nothing."""
-    AttentionInterface.register(PACKED, packed_attention)
-    # the layout says which tokens see each other, so no mask is ever built
-    AttentionMaskInterface.register(PACKED, lambda *_, **__: None)
+    """Make both functions known to transformers by their names; doing it twice changes nothing."""
+    for name, function in ((PACKED, packed_attention), (FLASH, flash_attention)):
+        AttentionInterface.register(name, function)
+        # the layout says which tokens see each other, so no mask is ever built
+        AttentionMaskInterface.register(name, lambda *_, **__: None)

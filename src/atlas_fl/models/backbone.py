@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.attention import PACKED, PackedLayout
+from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.registry import Family, ModelShape, apply_layers
 from atlas_fl.models.vision import Vision
 from atlas_fl.models.weights import frozen_product
@@ -49,6 +49,8 @@ class Backbone:
 
     held: str = "fp32"
     """Type of its matrices in memory (`models.weights`)."""
+    fast: bool = False
+    """True where rows of a pack take the kernels of `--fast-kernels`."""
 
     @property
     def hidden(self) -> int:
@@ -342,6 +344,7 @@ def _rotations(backbone: Backbone, hidden: Tensor, layout: PackedLayout, blocks:
 def stock_attention(backbone: Backbone) -> Iterator[None]:
     """While this holds, the model attends as transformers has it; afterwards it packs again."""
     config = backbone.model.config
+    own = config._attn_implementation
     # A checkpointed block is in training mode and would throw the cache away.
     checkpointed = [block for block in backbone.blocks if block.training]
     config._attn_implementation = "sdpa" if backbone.model._supports_sdpa else "eager"  # Gemma 2 caps its scores
@@ -350,7 +353,7 @@ def stock_attention(backbone: Backbone) -> Iterator[None]:
     try:
         yield
     finally:
-        config._attn_implementation = PACKED
+        config._attn_implementation = own
         for block in checkpointed:
             block.training = True
 

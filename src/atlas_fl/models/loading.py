@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError, one_line, short_repr
 from atlas_fl.models import files
-from atlas_fl.models.attention import PACKED, make_layout, register_packed_attention
+from atlas_fl.models.attention import FLASH, PACKED, make_layout, register_packed_attention
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, locate_model, with_trained_pooler
 from atlas_fl.models.stock import auto_class, remove_last_layer, stock_family, stock_outputs
@@ -65,10 +65,12 @@ def load_backbone(
     writes: bool = False,
     weights: Params | None = None,
     held: str = "fp32",
+    fast: bool = False,
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
-    `held` is the type of all its matrices, where it runs in packs (`models.weights`). `weights` are those of
+    `held` is the type of all its matrices, where it runs in packs (`models.weights`). `fast` lets it attend by
+    `flash_attention`. `weights` are those of
     `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
@@ -114,7 +116,18 @@ def load_backbone(
         backbone = replace(backbone, vocabulary=loaded.get_output_embeddings().weight)
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
-    return backbone
+    return _with_fast_kernels(backbone) if fast else backbone
+
+
+def _with_fast_kernels(backbone: Backbone) -> Backbone:
+    """The model, attending by `flash_attention`; raise `ModelError` where it caps its scores (Gemma 2)."""
+    config = backbone.model.config
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ModelError(
+            f"model {backbone.name!r} caps its attention scores, and --fast-kernels do not; leave them out"
+        )
+    config._attn_implementation = FLASH
+    return replace(backbone, fast=True)
 
 
 def _load_stock_backbone(

@@ -3,8 +3,8 @@
 A row of tokens consists of one segment per client, and each token is multiplied by the factors of its own client. The
 frozen product runs once over the whole row. On a CPU the low-rank products run segment by segment, straight into the
 same output, so that no second activation of full width is made. On a GPU, where each product of a small client costs
-its launch, all clients' products are one batched product, whose segments are padded to the longest and whose ranks to
-the highest. Clients may differ in rank; what one computes never depends on another.
+its launch, all clients' products are one: in bf16 a grouped product over segments of any length, else a batched one
+whose segments are padded to the longest. Clients may differ in rank; what one computes never depends on another.
 
 All clients start from the same adapters and heads, whatever their ranks.
 
@@ -31,16 +31,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, pad
 from torch.nn.utils.rnn import pad_sequence
 
-from atlas_fl.models.weights import Matrix, arithmetic_of, dense, matrix_of, read_matrix
+from atlas_fl.models.weights import Matrix, arithmetic_of, dense, matrix_of, matrix_product, read_matrix
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCALE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
+
+Products: TypeAlias = Literal["in turn", "batched", "grouped"]
+"""How a layer multiplies the tokens of many clients by their factors."""
+
+_GROUPED_WIDTH = 8  # rows of a grouped product are multiples of 16 bytes
 
 
 def gate_weights(x: Tensor, gate: Tensor) -> Tensor:
@@ -169,10 +175,11 @@ def _client_batch(
     return _ClientBatch(gather=gathered, place=place, padding=padding, scale=scale)
 
 
-def _stack(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The factors (rank, width) of all clients, (clients, highest rank, width); lower ranks end with zeros."""
+def _stack(factors: Sequence[Tensor], dtype: torch.dtype, *, multiple: int = 1) -> Tensor:
+    """The factors (rank, width) of all clients, (clients, highest rank, width), with zeros below to a `multiple`."""
     same = len({factor.shape[0] for factor in factors}) == 1
-    return (torch.stack(list(factors)) if same else pad_sequence(list(factors), batch_first=True)).to(dtype)
+    stacked = (torch.stack(list(factors)) if same else pad_sequence(list(factors), batch_first=True)).to(dtype)
+    return pad(stacked, (0, 0, 0, -stacked.shape[1] % multiple))
 
 
 class _BatchedLinear(torch.autograd.Function):
@@ -223,6 +230,39 @@ class _BatchedLinear(torch.autograd.Function):
         return grad_x, None, None, None, None, *kept
 
 
+@lru_cache(maxsize=8)
+def _groups(
+    segments: tuple[range, ...], scales: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The ends of these segments, (clients,) int32, and the scale of every token, (tokens, 1)."""
+    ends = torch.tensor([segment.stop for segment in segments], dtype=torch.int32, device=device)
+    sizes = torch.tensor([len(segment) for segment in segments], device=device)
+    return ends, torch.tensor(scales, dtype=dtype, device=device).repeat_interleave(sizes)[:, None]
+
+
+def _grouped_linear(
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Matrix,
+    bias: Tensor | None,
+    segments: Sequence[range],
+    scales: Sequence[float],
+    factors: Sequence[Tensor],
+) -> Tensor:
+    """`_BatchedLinear` by grouped products, which need no padding of tokens; the kernel wants ranks in eights."""
+    ends, scale = _groups(tuple(segments), tuple(scales), x.dtype, x.device)
+    a = _stack(factors[::2], x.dtype, multiple=_GROUPED_WIDTH)
+    b = _stack([factor.T for factor in factors[1::2]], x.dtype, multiple=_GROUPED_WIDTH)
+    low = grouped_mm(x if mask is None else x * mask, a.mT, offs=ends) * scale
+    return matrix_product(x, weight, bias) + grouped_mm(low, b, offs=ends)
+
+
+def _fits_groups(x: Tensor, width: int, segments: Sequence[range]) -> bool:
+    """True where the grouped kernel takes these rows of a layer with outputs of this width."""
+    aligned = width % _GROUPED_WIDTH == x.shape[-1] % _GROUPED_WIDTH == 0 and all(segments)
+    return aligned and arithmetic_of(x) == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 def packed_linear(
     x: Tensor,
     *,
@@ -233,23 +273,25 @@ def packed_linear(
     factors: Sequence[Tensor],
     dropout_masks: Sequence[Tensor | None] | None = None,
     gates: Sequence[Tensor | None] | None = None,
-    batched: bool = False,
+    products: Products = "in turn",
 ) -> Tensor:
     """The adapted layer's output, (tokens, d_out).
 
     `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
     clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
     `gates` (outputs, d_in + 1) weigh equal parts of a client's rank against each other; None for a client without one.
-    With `batched`, where there is no gate, all clients are one product.
+    Where there is no gate, all clients can be one product, `batched` or `grouped`.
     """
     none = [None] * len(segments)
     masks = dropout_masks or none
     out: Tensor
-    if batched:
+    if products != "in turn":
         mask = None
         if any(mask is not None for mask in masks):
             ones = [x.new_ones(segment.stop - segment.start, x.shape[1]) for segment in segments]
             mask = torch.cat([one if mask is None else mask for one, mask in zip(ones, masks, strict=True)])
+        if products == "grouped":
+            return _grouped_linear(x, mask, weight, bias, segments, scales, factors)
         batch = _client_batch(tuple(segments), tuple(scales), x.dtype, x.device)
         out = _BatchedLinear.apply(x, mask, weight, bias, batch, *factors)  # type: ignore[no-untyped-call]
         return out
@@ -274,6 +316,8 @@ class Adapters:
     """Sequences of every client: the rows of layers that see one token of each sequence."""
     scale: Callable[[int], float]
     dropout_mask: DropoutMaskFn | None = None
+    grouped: bool = False
+    """On a GPU, products that are grouped where their kernel takes these rows."""
 
 
 def with_core(params: Params, module: str) -> Tensor:
@@ -305,6 +349,10 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         if adapters.dropout_mask is not None:
             shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]
             masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
+        products: Products = "in turn"
+        if x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates):
+            grouped = adapters.grouped and _fits_groups(x, factors[1].shape[0], segments)
+            products = "grouped" if grouped else "batched"
         out = packed_linear(
             rows.to(dtype),
             weight=matrix_of(weight, dtype, transposed=isinstance(module, nn.Linear)),
@@ -314,7 +362,7 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             factors=factors,
             dropout_masks=[None if mask is None else mask.to(dtype) for mask in masks],
             gates=gates,
-            batched=x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates),
+            products=products,
         )
         return out.view(*x.shape[:-1], -1)
 

@@ -123,8 +123,13 @@ def frozen_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tra
     """`x W + b` of a frozen layer, whose plain matrix no backward pass keeps."""
     dtype = arithmetic_of(x)
     matrix = matrix_of(weight, dtype, transposed=transposed)
+    return matrix_product(x.to(dtype), matrix, None if bias is None else bias.to(dtype))
+
+
+def matrix_product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """`x W + b` of a frozen matrix in the dtype of `x`."""
     apply: Callable[..., Tensor] = _FrozenProduct.apply
-    return apply(x.to(dtype), matrix, None if bias is None else bias.to(dtype))
+    return apply(x, matrix, bias)
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:

@@ -334,7 +334,8 @@ def backbone_of(
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
         writes, held = any(task.writes for task in tasks), config.model.base_weights
-        backbone = loading.load_backbone(name, writes=writes, held=held, **load_options)
+        load_options |= {"writes": writes, "held": held, "fast": config.model.fast_kernels}
+        backbone = loading.load_backbone(name, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:
@@ -351,6 +352,7 @@ NEEDS_PACKS: Mapping[str, str] = {
     "trainable": "trains all weights",
     "gradient_checkpointing": "computes single blocks twice",
     "base_weights": "unpacks the weights of single layers",
+    "fast_kernels": "compute rows of a pack",
     "dp": "clips the gradients of single examples of a pack",
 }
 """Settings that the stock path cannot follow, with what they do; masks are for whole models alone."""
