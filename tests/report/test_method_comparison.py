@@ -91,6 +91,12 @@ def test_one_sentence_says_who_is_ahead(groups, comparison) -> None:
     assert comparison_sentence(compare_methods({"a": groups["local"]})) == ""
 
 
+def test_the_sentence_counts_the_methods_that_it_does_not_name(groups) -> None:
+    many = {f"a{k}": groups["atlas"] for k in range(5)} | {f"f{k}": groups["fedavg_cluster"] for k in range(3)}
+    compared = compare_methods({**many, "local": groups["local"]}, control="f0")
+    assert comparison_sentence(compared).endswith("; the other 4: 1 ahead, 2 level, 1 behind")
+
+
 def test_intervals_of_a_users_own_data_are_over_draws_of_test_examples(groups) -> None:
     draw = np.random.default_rng(0)
     noise = draw.normal(0, 0.05, 1000)  # of the examples, alike for all methods and seeds
