@@ -2,7 +2,7 @@
 
     from atlas_fl import find_preset, run_config, with_values
 
-    config = with_values(find_preset("quick"), {"strategy": "atlas", "measure_round": 3})
+    config = with_values(find_preset("quick"), {"strategy": "fedper", "rounds": 3})
     result = run_config(config)
     print(result.summary["overall"]["final"]["test"])
 
