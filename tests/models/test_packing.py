@@ -55,8 +55,7 @@ def varlen_in_turn(
     before, after = (torch.inf if side < 0 else side for side in window_size)
     parts = []
     for q, k, v in zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True):
-        # with fewer queries than keys the last ones meet; without a window that makes no difference
-        distance = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
+        distance = torch.arange(len(k)) - torch.arange(len(q))[:, None]
         seen = (distance >= -before) & (distance <= after)
         states = (part.transpose(0, 1) for part in (q, k, v))
         one = F.scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
@@ -75,17 +74,15 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("only_first", [False, True])
-def test_flash_attention_calls_the_kernel_as_its_signature_has_it(window: int | None, *, only_first: bool) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_calls_the_kernel_as_its_signature_has_it(window: int | None, *, causal: bool) -> None:
     """Shapes and dtypes by the kernel's own rules, forward and backward, without computing anything."""
     layout = make_layout(LENGTHS, device="meta")
     states = [
         torch.empty(1, heads, sum(LENGTHS), 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for heads in (4, 2, 2)
     ]
-    out, _ = flash_attention(
-        Stand(causal=not only_first), *states, None, layout=layout, sliding_window=window, only_first=only_first
-    )
+    out, _ = flash_attention(Stand(causal=causal), *states, None, layout=layout, sliding_window=window)
     assert (out.shape, out.dtype) == ((1, sum(LENGTHS), 4, 16), torch.bfloat16)
     gradients = torch.autograd.grad(out, states, torch.empty_like(out))
     assert [gradient.shape for gradient in gradients] == [state.shape for state in states]
@@ -158,16 +155,14 @@ def test_the_gradients_pass_gradcheck_in_float64(causal: bool) -> None:
     assert torch.autograd.gradcheck(lambda *qkv: packed_attention(module, *qkv, None, layout=layout)[0], leaves)
 
 
-def test_where_only_first_tokens_are_read_their_rows_and_all_gradients_are_those_of_full_attention(
-    attend: Attention,
-) -> None:
+def test_where_only_first_tokens_are_read_their_rows_and_all_gradients_are_those_of_full_attention() -> None:
     layout = make_layout([5, 3, 9, 8, 1, 30])
     draw = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 4, 56, 8, generator=draw, dtype=torch.float64).requires_grad_() for _ in "qkv"]
     above = torch.randn(6, 4, 8, generator=draw, dtype=torch.float64)
     module, rows, gradients = torch.nn.Module(), [], []
     for only_first in (False, True):
-        out, _ = attend(module, *leaves, None, layout=layout, only_first=only_first)
+        out, _ = packed_attention(module, *leaves, None, layout=layout, only_first=only_first)
         rows.append(out[0, layout.starts])
         gradients.append(torch.autograd.grad((rows[-1] * above).sum(), leaves))
         others = torch.ones(56, dtype=torch.bool).index_fill_(0, layout.starts, value=False)

@@ -7,7 +7,7 @@ writes the files.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
@@ -322,6 +322,7 @@ def one_round(run: CurrentRun, engine: Engine) -> tuple[FederationState, RoundRe
     )
     predicting = mixed.predicting_models(config)
     outcome = finish_round(assembly, engine, state, predicting, cuts=cuts)
+    untrained = untrained_names(config, jobs[0], state.client_models, cuts=cuts) if jobs else frozenset()
     record = RoundRecord(
         round=start.round,
         sampled=start.clients,
@@ -343,12 +344,8 @@ def one_round(run: CurrentRun, engine: Engine) -> tuple[FederationState, RoundRe
             kind: {job.client: job.sent[kind] for job in jobs if kind in job.sent}
             for kind in dict.fromkeys(kind for job in jobs for kind in job.sent if kind not in MODELS)
         },
-        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts)
-        if jobs
-        else frozenset(),
-        unsent_up=untrained_names(config, jobs[0], state.client_models, cuts=cuts)
-        if jobs and method.moves_untrained
-        else frozenset(),
+        unsent=_unchanged(untrained, state.client_models, step.client_models),
+        unsent_up=untrained if method.moves_untrained else frozenset(),
         compressed=config.compresses_updates and planned.mask is None,
     )
     return mixed.after(record), record
@@ -563,23 +560,21 @@ def keep_untrained(
     }
 
 
-def unsent_names(
-    config: Config, job: Job, before: ByClient, after: ByClient, *, cuts: Mapping[str, Cut]
-) -> frozenset[str]:
-    """The names of what neither trained in the round of this job nor changed at any client: it is not sent.
-
-    Empty where clients keep parts or models to themselves or have cuts, whose messages are made of other parts, and
-    where several rounds are sent at once.
-    """
+def _unchanged(names: Iterable[str], before: ByClient, after: ByClient) -> frozenset[str]:
+    """Of these names those of what is equal before and after at every client that has it."""
     return frozenset(
         key
-        for key in untrained_names(config, job, before, cuts=cuts)
+        for key in names
         if all(_are_equal([params[key], after[client][key]]) for client, params in before.items() if key in params)
     )
 
 
 def untrained_names(config: Config, job: Job, before: ByClient, *, cuts: Mapping[str, Cut]) -> frozenset[str]:
-    """The names of what does not train in the round of this job; empty where the above says so."""
+    """The names of what does not train in the round of this job, and is not sent where it did not change either.
+
+    Empty where clients keep parts or models to themselves or have cuts, whose messages are made of other parts, and
+    where several rounds are sent at once.
+    """
     mixing = config.mixing
     if cuts or mixing.personal_models or mixing.aggregate_every > 1 or not is_fully_shared(mixing.share):
         return frozenset()

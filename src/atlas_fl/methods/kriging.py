@@ -323,11 +323,10 @@ class FromHalves(FromStart):
 
     def _gram(self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup) -> Square:
         """The inner products of the changes of these models with each other, over the shared parameters of a group."""
-
-        def is_in_group(key: str) -> bool:
-            return self.group_of(key, federation) == group
-
-        return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
+        roots = dict.fromkeys(after, "")
+        return gram_of_changes(
+            before, after, roots, self.options, selects=lambda key: self.group_of(key, federation) == group
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

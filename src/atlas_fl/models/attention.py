@@ -287,30 +287,19 @@ def flash_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     layout: PackedLayout,
-    only_first: bool = False,
     **kwargs: object,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
-    """`packed_attention` without `softcap`, on CUDA in bf16 or fp16, by the flash kernel for rows of many lengths."""
+    """`packed_attention` without `softcap`, of all tokens, by PyTorch's flash kernel: on CUDA in bf16 or fp16."""
     queries, keys, values = (states.transpose(1, 2)[0].to(value.dtype) for states in (query, key, value))
     causal = bool(getattr(module, "is_causal", False))
-    firsts = only_first and not causal
     longest = layout.buckets[-1].length
     # the kernel counts the tokens before each one, a model's window that token too
     before = -1 if not causal or sliding_window is None or sliding_window >= longest else sliding_window - 1
-    out = varlen_attn(
-        queries[layout.starts] if firsts else queries,
-        keys,
-        values,
-        torch.arange(len(layout.starts) + 1, dtype=torch.int32, device=query.device) if firsts else layout.offsets,
-        layout.offsets,
-        1 if firsts else longest,
-        longest,
-        scale=scaling,
-        window_size=(before, 0 if causal else -1),
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    assert isinstance(out, Tensor), "a tuple is of those who ask for more"
-    return (torch.zeros_like(queries).index_copy(0, layout.starts, out) if firsts else out)[None], None
+    window = (before, 0 if causal else -1)
+    rows = (layout.offsets, layout.offsets, longest, longest)  # of queries and of keys
+    grouped = key.shape[1] != query.shape[1]
+    out: Any = varlen_attn(queries, keys, values, *rows, scale=scaling, window_size=window, enable_gqa=grouped)
+    return out[None], None
 
 
 def register_packed_attention() -> None:

@@ -121,12 +121,11 @@ def load_backbone(
 
 def _with_fast_kernels(backbone: Backbone) -> Backbone:
     """The model, attending by `flash_attention`; raise `ModelError` where it caps its scores (Gemma 2)."""
-    config = backbone.model.config
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if getattr(backbone.model.config, "attn_logit_softcapping", None) is not None:
         raise ModelError(
             f"model {backbone.name!r} caps its attention scores, and --fast-kernels do not; leave them out"
         )
-    config._attn_implementation = FLASH
+    backbone.model.config._attn_implementation = FLASH
     return replace(backbone, fast=True)
 
 

@@ -156,19 +156,18 @@ def comparison_sentence(compared: MethodComparison | None) -> str:
     means = {name: np.array(values).mean(axis=0) for name, values in compared.scores.items()}
     control = means.pop(compared.control, None)
     words: list[str] = []
-    verbs: list[str] = []
+    others: Counter[str] = Counter()
     for name in sorted(means, key=lambda name: -means[name].mean()):
         gains, pair = means[name] - control, compared.pairs.get(name)
         mean = float(gains.mean())
         verb = "level with" if abs(mean) < LEVEL_WITH else "ahead of" if mean > 0 else "behind"
-        verbs.append(verb)
+        others[verb] += len(words) >= MOST_NAMED
         size = "" if abs(mean) < LEVEL_WITH else f" by {abs(mean):.3f}"
         better = f"better on {int((round_scores(gains) > 0).sum())} of {len(gains)} clients"
         chance = _interval_words(compared.by_examples[name]) if compared.by_examples else _chance_words(pair, words)
         words.append(f"{name} is {verb} {compared.control if not words else 'it'}{size} ({better}, {chance})")
-    others = Counter(verbs[MOST_NAMED:])
-    rest = ", ".join(f"{count} {verb.split()[0]}" for verb, count in others.items())
-    return "; ".join([*words[:MOST_NAMED], *([f"the other {others.total()}: {rest}"] if others else [])])
+    rest = ", ".join(f"{count} {verb.split()[0]}" for verb, count in others.items() if count)
+    return "; ".join([*words[:MOST_NAMED], *([f"the other {others.total()}: {rest}"] if rest else [])])
 
 
 def _interval_words(interval: Interval) -> str:

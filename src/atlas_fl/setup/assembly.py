@@ -334,8 +334,8 @@ def backbone_of(
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
         writes, held = any(task.writes for task in tasks), config.model.base_weights
-        load_options |= {"writes": writes, "held": held, "fast": config.model.fast_kernels}
-        backbone = loading.load_backbone(name, **load_options)
+        fast = config.model.fast_kernels
+        backbone = loading.load_backbone(name, writes=writes, held=held, fast=fast, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:
