@@ -129,7 +129,7 @@ def test_small_clients_are_left_out_and_limits_are_at_most_with_notes(tmp_path: 
     assert [(client.name, len(client.train)) for client in clients] == [("large", 30), ("small", 20)]
     assert data_notes(clients) == (
         "t: left out since they have fewer than 10 examples: 1 of 3 clients, tiny (3)",
-        "t: 1 of 2 clients have more than 30 train examples, and this many of them are taken (--samples)",
+        "t: 1 of 2 clients have more than 30 train examples, and this many of them are taken; --samples none takes all",
     )
     again = clients_of(f"t={path},client=hospital,least=10", samples=30, secrets={"large": b"x" * 32})
     assert again[1].digest() == clients[1].digest()

@@ -295,7 +295,7 @@ def _limit_notes(datas: Sequence[TaskData], sizes: Sizes) -> list[str]:
         if more:
             lines.append(
                 f"{more} of {len(datas)} clients have more than {size:,} {split} examples, and this many"
-                f" of them are taken ({_FLAGS[split]})"
+                f" of them are taken; {_FLAGS[split]} none takes all"
             )
     return lines
 
