@@ -7,6 +7,7 @@ that are equal.
     python benchmarks/paper_numbers.py
 """
 
+import argparse
 import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ def wrong_calls(seeds: int, deviation: float, *, draws: int = 1000) -> float:
 
 def main() -> None:
     """Print them all."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     developed, new = means(read("equal_terms.csv")), means(read("new_federations.csv"))
     texts = {name: one for name, one in new.items() if name != "clothes"}
     natural = {name: new[name] for name in NATURAL}
