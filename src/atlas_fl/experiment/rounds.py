@@ -561,7 +561,7 @@ def keep_untrained(
 
 
 def _unchanged(names: Iterable[str], before: ByClient, after: ByClient) -> frozenset[str]:
-    """Of these names those of what is equal before and after at every client that has it."""
+    """The names, of these, whose values are equal before and after at every client that has them."""
     return frozenset(
         key
         for key in names
