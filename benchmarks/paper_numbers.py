@@ -1,8 +1,8 @@
 """Numbers of docs/paper.md that no page of results has: over some federations alone, or over several files of rows.
 
 Ranks of 3.7; the three means that no test tells apart; the best of what costs nothing; cells that say *better* although
-Student's interval over seeds contains 0; and how often the Bayesian test says *better* or *worse* of two methods
-that are equal.
+Student's interval over seeds contains 0; how often the Bayesian test says *better* or *worse* of two methods that are
+equal; FedAvg's clients under contradiction; James-Stein at the rate of `kriging`.
 
     python benchmarks/paper_numbers.py
 """
@@ -67,6 +67,17 @@ def uncertain(rows: Scores) -> Iterator[str]:
                 yield f"  {name}, {method}: {pair.mean:+.3f}, 95% {low:+.3f} to {high:+.3f}"
 
 
+def deviations(rows: Scores) -> str:
+    """Median and largest deviation over seeds of the differences from FedAvg."""
+    found = []
+    for methods in rows.values():
+        for method, seeds in methods.items():
+            shared = sorted(seeds.keys() & methods["fedavg"].keys())
+            gains = [seeds[seed].mean() - methods["fedavg"][seed].mean() for seed in shared]
+            found += [np.std(gains, ddof=1)] if method != "fedavg" else []
+    return f"median {np.median(found):.3f}, largest {max(found):.3f}"
+
+
 def wrong_calls(seeds: int, deviation: float, *, draws: int = 1000) -> float:
     """The share of draws in which two equal methods are called better or worse."""
     rng = generator(0, "paper", seeds, str(deviation))
@@ -107,6 +118,16 @@ def main() -> None:
     for seeds in (5, 10):
         calls = (f"{deviation} {wrong_calls(seeds, deviation):.1%}" for deviation in (0.02, 0.04, 0.06, 0.08))
         lines.append(f"  {seeds} seeds: {', '.join(calls)}")
+    for section, name in (("3.1", "equal_terms.csv"), ("3.7", "new_federations.csv")):
+        lines.append(f"Deviations in {section}: {deviations(read(name))}")
+    one_model = read("equal_terms.csv")["contradiction"]["fedavg"]
+    clients = np.mean(list(one_model.values()), axis=0).round(2)
+    lines.append(f"\nFedAvg under contradiction, by client: {clients.tolist()}")
+    ours = read("at_fedavgs_rate.csv")["concept-shift"]["kriging"]
+    shrunk = read("other_methods.csv")["concept-shift"]["james_stein"]
+    apart = [shrunk[seed].mean() - ours[seed].mean() for seed in shrunk]
+    words = f"{np.mean(apart):+.3f}, by seed {np.round(apart, 3).tolist()}"
+    lines.append(f"James-Stein minus `kriging`, both at the rate .005, concept shift: {words}")
     print("\n".join(lines))
 
 

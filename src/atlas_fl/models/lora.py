@@ -3,8 +3,9 @@
 A row of tokens consists of one segment per client, and each token is multiplied by the factors of its own client. The
 frozen product runs once over the whole row. On a CPU the low-rank products run segment by segment, straight into the
 same output, so that no second activation of full width is made. On a GPU, where each product of a small client costs
-its launch, all clients' products are one: in bf16 a grouped product over segments of any length, else a batched one
-whose segments are padded to the longest. Clients may differ in rank; what one computes never depends on another.
+its launch, all clients' products are one batched product, whose segments are padded to the longest and whose ranks to
+the highest; with `--fast-kernels` in bf16 a grouped one, without padded tokens. Clients may differ in rank; what one
+computes never depends on another.
 
 All clients start from the same adapters and heads, whatever their ranks.
 
@@ -176,10 +177,14 @@ def _client_batch(
 
 
 def _stack(factors: Sequence[Tensor], dtype: torch.dtype, *, multiple: int = 1) -> Tensor:
-    """The factors (rank, width) of all clients, (clients, highest rank, width), with zeros below to a `multiple`."""
+    """The factors (rank, width) of all clients, (clients, highest rank, width); lower ranks end with zeros.
+
+    The highest rank is rounded up to a `multiple`.
+    """
     same = len({factor.shape[0] for factor in factors}) == 1
     stacked = (torch.stack(list(factors)) if same else pad_sequence(list(factors), batch_first=True)).to(dtype)
-    return pad(stacked, (0, 0, 0, -stacked.shape[1] % multiple))
+    missing = -stacked.shape[1] % multiple
+    return pad(stacked, (0, 0, 0, missing)) if missing else stacked
 
 
 class _BatchedLinear(torch.autograd.Function):
