@@ -183,8 +183,7 @@ def _stack(factors: Sequence[Tensor], dtype: torch.dtype, *, multiple: int = 1) 
     """
     same = len({factor.shape[0] for factor in factors}) == 1
     stacked = (torch.stack(list(factors)) if same else pad_sequence(list(factors), batch_first=True)).to(dtype)
-    missing = -stacked.shape[1] % multiple
-    return pad(stacked, (0, 0, 0, missing)) if missing else stacked
+    return stacked if stacked.shape[1] % multiple == 0 else pad(stacked, (0, 0, 0, -stacked.shape[1] % multiple))
 
 
 class _BatchedLinear(torch.autograd.Function):
