@@ -29,17 +29,18 @@ def test_smoke_is_small_and_uniform() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "samples"),
+    "row",
     [
-        ("triage=all.csv,client=hospital", None),
-        ("triage,labels=routine|urgent", None),  # its sites bring their files
-        ("triage=all.csv", 200),
-        ("triage=all.csv,labels=routine|urgent", 200),
+        "triage=all.csv,client=hospital",
+        "triage,labels=routine|urgent",  # its sites bring their files
+        "triage=all.csv",
+        "triage=all.csv,labels=routine|urgent",
     ],
 )
-def test_who_brings_rows_of_its_own_trains_on_all_of_them(row: str, samples: int | None) -> None:
+def test_who_brings_rows_of_its_own_trains_on_all_of_them(row: str) -> None:
     config = with_own_data(find_preset("quick"), [row], tasks=None, said=())
-    assert config.data.samples == samples
+    assert (config.data.samples, config.data.validation_samples, config.data.test_samples) == (None, None, None)
+    assert with_own_data(find_preset("null"), [row], tasks=None, said=()).data.samples is not None, "a preset's own"
     assert with_own_data(find_preset("quick"), [row], tasks=None, said={"samples"}).data.samples == 200
     # whole models have no ranks, so none is set for who trains them
     assert with_own_data(find_preset("quick"), [row], tasks=None, said={"trainable"}).ranks.ranks == "budget"

@@ -147,8 +147,8 @@ def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] |
     """A preset's config for a user's own data: these rows of `--task`, and the `tasks` that the user names beside them.
 
     The preset's tasks go unless the user names some. Where all tasks are the user's own, all clients have one device
-    and one rank; where every row names its clients (`client=`), or no file since sites bring theirs, each client has
-    all its examples unless the preset limits them. `said` are the settings that the user gives, which stay.
+    and one rank, and all examples are dealt out unless the preset limits them. `said` are the settings that the user
+    gives, which stay.
     """
     own = {row.partition("=")[0].partition(",")[0] for row in rows}
     if not own:
@@ -158,9 +158,8 @@ def with_own_data(config: Config, rows: Sequence[str], *, tasks: Sequence[str] |
         changes["devices"] = OWN_DEVICES
         if not {"devices", "trainable"}.intersection(said):  # whole models have no ranks
             changes["ranks"] = OWN_RANKS
-        if all(",client=" in row or "=" not in row.partition(",")[0] for row in rows):
-            limited = presets()[config.run.preset].settings if config.run.preset in presets() else {}
-            changes |= dict.fromkeys(name for name in _SIZES if name not in limited)
+        limited = presets()[config.run.preset].settings if config.run.preset in presets() else {}
+        changes |= dict.fromkeys(name for name in _SIZES if name not in limited)
     return replace_settings({name: value for name, value in changes.items() if name not in said}, base=config)
 
 
