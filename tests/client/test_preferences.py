@@ -13,7 +13,7 @@ from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import ClientTokens, Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
-from atlas_fl.client.preferences import preference_loss, reference_log_probs, sequence_log_probs
+from atlas_fl.client.preferences import odds_ratio_loss, preference_loss, reference_log_probs, sequence_log_probs
 from atlas_fl.data.task import Task
 from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.tokenization import EncodedExamples
@@ -89,6 +89,19 @@ def test_the_loss_of_one_pair_is_the_one_by_hand() -> None:
     assert losses == pytest.approx([0.598139, 0.648139], abs=1e-6)
 
 
+def test_the_odds_ratio_loss_of_one_pair_is_the_one_by_hand() -> None:
+    """Tokens of 1/2 and of 1/5: odds of 1 and of 1/4, so that sigmoid(log 4) = 4/5; log 2 is the loss of a token."""
+    log_probs, counts = torch.tensor([2 * math.log(0.5), 3 * math.log(0.2)]), torch.tensor([2.0, 3.0])
+    loss = float(odds_ratio_loss(log_probs, counts, weight=0.3))
+    assert loss == pytest.approx(math.log(2) - 0.3 * math.log(0.8), abs=1e-6)
+
+
+def test_a_certain_answer_has_finite_odds() -> None:
+    log_probs = torch.tensor([0.0, -3.0], requires_grad=True)
+    odds_ratio_loss(log_probs, torch.tensor([2.0, 3.0]), weight=0.3).backward()
+    assert log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
+
+
 def test_log_probabilities_are_summed_over_the_answers_of_each_sequence() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]]))
     found = sequence_log_probs(logits, torch.tensor([0, 1, 0]), [2, 1])
@@ -132,8 +145,22 @@ def test_training_raises_the_share_of_preferred_answers_from_none(pair_site: Cal
     assert len(site.references) == 2, "once for each split, however often it is asked for"
 
 
-def test_a_pack_trains_each_client_as_if_alone(pair_site: Callable) -> None:
+def test_odds_ratios_are_learned_without_a_reference(pair_site: Callable) -> None:
     site, jobs = pair_site()
+    options = TrainOptions(seed=3, epochs=20, batch_size=4, lr=2e-2, orpo_lambda=0.5)
+    updates = train([replace(job, options=options) for job in jobs], site)
+    assert not site.references
+    scored = [
+        replace(job, params=update.params, options=EvaluateOptions(split="test"))
+        for job, update in zip(jobs, updates, strict=True)
+    ]
+    assert min(update.metrics["preferred"] for update in evaluate(scored, site)) > 0.8
+
+
+@pytest.mark.parametrize("options", [TRAIN, replace(TRAIN, dpo_beta=None, orpo_lambda=0.5)], ids=["DPO", "ORPO"])
+def test_a_pack_trains_each_client_as_if_alone(pair_site: Callable, options: TrainOptions) -> None:
+    site, jobs = pair_site()
+    jobs = [replace(job, options=options) for job in jobs]
     together = train(jobs, site)
     alone = [train([job], site)[0] for job in jobs]
     assert together[0].metrics["loss"] != pytest.approx(math.log(2), abs=1e-3)

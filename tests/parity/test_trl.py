@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
@@ -37,6 +38,8 @@ MARKED = (
     "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# TRL's ORPO puts an end of text behind one that does not end with it.
+CLOSED = UNMARKED.replace("{{ '\n' }}{% endfor %}", "{{ '\n' if m.role == 'user' or not loop.last }}{% endfor %}")
 
 
 def chats(count: int, *, turns: int) -> list[list[dict[str, str]]]:
@@ -76,6 +79,18 @@ class SupervisedInOrder(InOrder, SFTTrainer):  # type: ignore[misc]
 
 class PreferredInOrder(InOrder, DPOTrainer):  # type: ignore[misc]
     """DPO of the rows as they come."""
+
+
+class OddsInOrder(InOrder, ORPOTrainer):  # type: ignore[misc]
+    """ORPO of the rows as they come, whose first term is of answers alone."""
+
+    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        """TRL's results, with the mean loss of the chosen answers' tokens in the place of that of prompts too."""
+        chosen, rejected, logits, other_logits, _ = super().concatenated_forward(model, batch)
+        targets = batch["chosen_labels"][:, 1:]
+        places = targets != -100
+        supervised = torch.nn.functional.cross_entropy(logits[:, : targets.shape[1]][places], targets[places])
+        return chosen, rejected, logits, other_logits, supervised
 
 
 OPTIONS = TrainOptions(seed=0, epochs=1, batch_size=4, lr=5e-3, schedule="constant", warmup=0.0, clip=1.0)
@@ -178,16 +193,19 @@ def test_rows_that_trl_packs_are_learned_as_trl_learns_them(writer_of, spec_of, 
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path: Path, turns: int) -> None:
+@pytest.mark.parametrize("kind", ["DPO", "ORPO"])
+def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path: Path, kind: str, turns: int) -> None:
     """TRL begins with the adapters as its reference, which are the frozen model where B is zero."""
     tiny, rows = writer_of("qwen2"), chats(16, turns=turns)
     others = [[*row[:-1], other[-1]] for row, other in zip(rows, reversed(rows), strict=True)]
-    tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=UNMARKED)
+    tokenizer = type(tiny.backbone.tokenizer).from_pretrained(tiny.path, chat_template=CLOSED)
     encoder, template = TextEncoder(tokenizer=tokenizer, max_length=66), ChatTemplate(tokenizer, None)
-    chosen, rejected = (encoder.chats([json.dumps(row) for row in side], template) for side in (rows, others))
+    chosen, rejected = (
+        encoder.chats([json.dumps(row) for row in side], template, last=True) for side in (rows, others)
+    )
     site, drawn = site_and_params(tiny, replace(chosen, rejected=rejected), spec_of(name="a-0", ranks=(1, 4, 2)))
     params = {key: torch.zeros_like(one) if key.endswith("lora_B") else one for key, one in drawn.items()}
-    options = replace(OPTIONS, dpo_beta=0.5)
+    options = replace(OPTIONS, **{"dpo_beta" if kind == "DPO" else "orpo_lambda": 0.5})
     order = _order_of(site, params, OPTIONS)
     (update,) = train([Job(client="a-0", params=params, round=1, options=options)], site)
 
@@ -196,10 +214,11 @@ def test_preferences_are_learned_as_trl_learns_them(writer_of, spec_of, tmp_path
         {"prompt": row[:-1], "chosen": row[-1:], "rejected": other[-1:]}
         for row, other in zip(rows, others, strict=True)
     ]
-    trainer = PreferredInOrder(
+    trainer_of, settings_of = (PreferredInOrder, DPOConfig) if kind == "DPO" else (OddsInOrder, ORPOConfig)
+    trainer = trainer_of(
         model=model,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([examples[index] for index in order]),
-        args=DPOConfig(**STOCK, output_dir=str(tmp_path / "trl"), max_length=66, beta=0.5),
+        args=settings_of(**STOCK, output_dir=str(tmp_path / "trl"), max_length=66, beta=0.5),
     )
     check_equal(update, trainer, model, params, tiny, tmp_path / "after")

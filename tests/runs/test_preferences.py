@@ -117,6 +117,22 @@ def test_sites_learn_the_preferences_of_their_own_rows(preferences: Make, tmp_pa
     assert preferred(fed.served.path)[-1] > 0.8
 
 
+def test_answers_before_the_last_are_part_of_the_prompt(preferences: Make, tmp_path: Path) -> None:
+    def targets() -> list[list[int]]:
+        assembly = assemble(preferences())
+        splits = [assembly.site.data[client.name].splits["train"] for client in assembly.clients]
+        return [part.num_targets.tolist() for split in splits for part in (split, split.rejected) if part is not None]
+
+    short, file = targets(), tmp_path / "pairs.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        asked = [{"role": "user", "content": line["prompt"]}]
+        line["prompt"] = [*asked, {"role": "assistant", "content": "why"}, {"role": "user", "content": "so"}]
+        line |= {name: [{"role": "assistant", "content": line[name]}] for name in ("chosen", "rejected")}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(short) == 4 and targets() == short
+
+
 def test_a_step_is_planned_with_the_rejected_answers(preferences: Make) -> None:
     steps = {}
     for beta in ("none", "0.1"):
@@ -136,6 +152,9 @@ def test_a_step_is_planned_with_the_rejected_answers(preferences: Make) -> None:
     [
         ("chat=completion:prompt:chosen", ("--dpo-beta", "0.1"), "task 'wish' has no rejected answers, and --dpo-beta"),
         ("text=prompt,label=chosen", ("--dpo-beta", "0.1"), "task 'wish' has no rejected answers, and --dpo-beta"),
+        ("chat=completion:prompt:chosen", ("--orpo-lambda", "0.1"), "answers, and --orpo-lambda learns from them"),
+        (FORM, ("--orpo-lambda", "0.1", "--dpo-beta", "0.1"), "--orpo-lambda 0.1 and --dpo-beta 0.1 are two losses"),
+        (FORM, ("--orpo-lambda", "0.1", "--label-smoothing", "0.1"), "--orpo-lambda 0.1 takes no pair the wrong way"),
         (FORM, ("--dpo-beta", "0"), "--dpo-beta is 0"),
         (FORM, ("--dpo-beta", "-1"), "--dpo-beta is -1"),
         (FORM, ("--dpo-beta", "0.1", "--split", "1"), "--dpo-beta 0.1 needs log probabilities"),

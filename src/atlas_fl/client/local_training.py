@@ -21,7 +21,7 @@ from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.preferences import preference_loss, reference_log_probs, sequence_log_probs
+from atlas_fl.client.preferences import odds_ratio_loss, preference_loss, reference_log_probs, sequence_log_probs
 from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
@@ -91,7 +91,7 @@ def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterato
     examples = len(index) if options.half is None else len(data)
     first = num_head_steps(examples, options, round=job.round) if options.head_epochs else 0
     asked = (options.batch_size, options.max_steps, options.half, options.most)
-    take = data.take if options.dpo_beta is None else data.take_pairs
+    take = data.take_pairs if options.learns_preferences else data.take
     chunks_of = _chunks if options.dp == "none" else _poisson_batches
     chunks = chain(
         islice(chunks_of(index, draws, job.round, "head", asked=asked, size=options.batch_size), first),
@@ -282,12 +282,15 @@ class LocalTrainer:
 
     def loss(self, logits: Tensor, labels: Tensor, batch: EncodedExamples) -> Tensor:
         """Loss of a batch: of its labels or tokens, or of its preferences."""
-        if self.options.dpo_beta is None:
+        if not self.options.learns_preferences:
             corrected = correct_logits(logits, self.prior)
             return example_loss(corrected, labels, smoothing=self.options.label_smoothing)
+        log_probs = sequence_log_probs(logits, labels, batch.num_targets.tolist())
+        if self.options.dpo_beta is None:
+            counts = torch.from_numpy(batch.num_targets).to(log_probs)
+            return odds_ratio_loss(log_probs, counts, weight=self.options.orpo_lambda or 0.0)
         assert batch.taken_from is not None, "pairs are taken from a split"
         reference = torch.from_numpy(self._reference[batch.taken_from[1]]).to(logits.device)
-        log_probs = sequence_log_probs(logits, labels, batch.num_targets.tolist())
         beta, smoothing = self.options.dpo_beta, self.options.label_smoothing
         return preference_loss(log_probs, reference, beta=beta, smoothing=smoothing)
 

@@ -59,7 +59,9 @@ class TrainOptions:
     label_smoothing: float = 0.0
     """Share of a class label that is spread over all classes."""
     dpo_beta: float | None = None
-    """Weight of the rewards of DPO (`client.preferences`); None for supervised learning."""
+    """Weight of the rewards of DPO (`client.preferences`); None for another loss."""
+    orpo_lambda: float | None = None
+    """Weight of the odds ratio of ORPO; None for another loss."""
     crop: int = 0
     """Border in pixels out of which images are cropped at random."""
     flip: bool = False
@@ -96,6 +98,11 @@ class TrainOptions:
     """Delta of this budget; n^-1.1 for n examples where it is None."""
     report: str = "none"
     """Kind of what is reported beside the update (`methods.method.Method.report`)."""
+
+    @property
+    def learns_preferences(self) -> bool:
+        """Return whether it learns from pairs of a chosen and a rejected answer."""
+        return self.dpo_beta is not None or self.orpo_lambda is not None
 
     def trains(self, name: str, *, round: int) -> bool:
         """Return whether the parameter of this name trains in this round (from 1; 0 before round one).

@@ -1,8 +1,15 @@
-"""Preferences (DPO): the loss of chosen and rejected answers against the frozen model, and the share preferred.
+"""Preferences: the losses of chosen and rejected answers (DPO, ORPO), and the share preferred.
 
 DPO (Rafailov et al. 2023, arXiv:2305.18290) raises the chosen answer's reward over the rejected one's, where the reward
 of an answer y to x is `beta log(pi(y | x) / pi_ref(y | x))`. The reference pi_ref is the frozen model without adapters,
 in every round and under every method.
+
+ORPO (Hong, Lee and Thorne 2024, arXiv:2403.07691) has no reference: with p the geometric mean of the probabilities of
+an answer's tokens and odds = p / (1 - p),
+
+    L = -log pi(chosen) a token - lambda log sigmoid(log odds(chosen) - log odds(rejected))          equations 6 and 7
+
+The first term is of answers alone here; in the authors' program, and in TRL's, it is of the prompt too.
 """
 
 from collections.abc import Sequence
@@ -15,6 +22,9 @@ from atlas_fl.client.batching import forward, rows_in_order
 from atlas_fl.client.job import Job, Site, initial_params
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params
+
+CERTAIN = 1e-6
+"""Least loss of a token for which odds are finite."""
 
 
 def sequence_log_probs(logits: Tensor, targets: Tensor, counts: Sequence[int]) -> Tensor:
@@ -37,6 +47,18 @@ def preference_loss(log_probs: Tensor, reference: Tensor, *, beta: float, smooth
     margin = beta * (chosen - rejected)
     right, wrong = nn.functional.logsigmoid(margin), nn.functional.logsigmoid(-margin)
     return -((1 - smoothing) * right + smoothing * wrong).mean()
+
+
+def odds_ratio_loss(log_probs: Tensor, counts: Tensor, *, weight: float) -> Tensor:
+    """ORPO: the mean loss of the chosen answers' tokens, and the mean of `-log sigmoid` of the log odds ratio.
+
+    Both tensors are (2 pairs,), float32: the chosen answers and then the rejected ones, with their numbers of tokens.
+    """
+    means = (log_probs / counts).clamp(max=-CERTAIN)
+    chosen, rejected = (means - torch.log(-torch.expm1(means))).chunk(2)
+    pairs = len(chosen)
+    supervised = -log_probs[:pairs].sum() / counts[:pairs].sum()
+    return supervised - weight * nn.functional.logsigmoid(chosen - rejected).mean()
 
 
 def reference_log_probs(client: str, examples: EncodedExamples, site: Site) -> np.ndarray:

@@ -188,6 +188,9 @@ class TrainingConfig:
     """DPO: learn to prefer the chosen answers of `chat=preference` to the rejected ones, against the frozen model, with
     this weight of the rewards (0.1, say); by default the chosen answers alone are learned. `--label-smoothing` is the
     share of pairs that are taken to be the wrong way round."""
+    orpo_lambda: Annotated[float | None, Range(above=0)] = None
+    """ORPO: learn the chosen answers of `chat=preference`, and with this weight (0.1, say) the odds of each over its
+    rejected one; no reference model."""
     participation: Annotated[float, Range(above=0, most=1), Mark.COMMON] = 1.0
     """Share of the clients that train in a round."""
     eval_every: Annotated[int, Range(least=1), Mark.COMMON] = 1

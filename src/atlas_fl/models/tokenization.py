@@ -212,10 +212,11 @@ class TextEncoder:
         prompts = self._token_ids([prompt + "\n" for prompt in text])
         return _prompts([self._truncate_prompt(ids, self.max_length) for ids in prompts], prompts)
 
-    def chats(self, chats: Sequence[str], template: ChatTemplate) -> EncodedExamples:
+    def chats(self, chats: Sequence[str], template: ChatTemplate, *, last: bool = False) -> EncodedExamples:
         """Conversations (JSON) in the chat template, whose answers are to be predicted with what ends each.
 
-        Without `truncate` a longer one loses its tail, or its head where nothing would be left to predict.
+        With `last` the last answer alone is: of preferences those before are part of the prompt. Without `truncate` a
+        longer one loses its tail, or its head where nothing would be left to predict.
 
         Raises:
             ModelError: an example has nothing to be predicted.
@@ -225,7 +226,8 @@ class TextEncoder:
         encoded = self.tokenizer(list(texts), verbose=False, **how)
         rows = []
         for index, (ids, places) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
-            mask = [any(start < end and stop > begin for begin, end in spans[index]) for start, stop in places]
+            answers = spans[index][-1:] if last else spans[index]
+            mask = [any(start < end and stop > begin for begin, end in answers) for start, stop in places]
             tokens = list(zip(ids, mask, strict=True))
             kept = _cut(tokens, self.max_length, self.truncate)
             if self.truncate is None and not any(answer for _, answer in kept[1:]):

@@ -249,14 +249,16 @@ def assemble(
     clients = load_clients(config) if clients is None else clients
     tasks = [client.task for client in clients]
     trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
-    if tokens is None and config.training.dpo_beta is not None:
-        _check_preferences(clients)
+    training = config.training
+    preferences = [name for name in ("dpo_beta", "orpo_lambda") if getattr(training, name) is not None]
+    if tokens is None and preferences:
+        _check_preferences(clients, settings()[preferences[0]].flag)
     # a CPU computes whole image models in fp16 too
     precision = "fp32" if images and trainable == "full" else config.model.precision
     default_device = pick_device(config.run.accelerator, precision=precision)
     if backbone is None:
         backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
-    how: dict[str, Any] = {"trainable": trainable, "preferences": config.training.dpo_beta is not None}
+    how: dict[str, Any] = {"trainable": trainable, "preferences": bool(preferences)}
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data, **how) for client in clients}
     site = Site(
@@ -494,13 +496,13 @@ def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, b
     )
 
 
-def _check_preferences(clients: Sequence[ClientData]) -> None:
+def _check_preferences(clients: Sequence[ClientData], flag: str) -> None:
     """Raise `ConfigError` for a task without rejected answers."""
     for client in clients:
         if not client.task.chat or as_texts(client.train, task=client.task.name).pair is None:
             raise ConfigError(
-                f"task {client.task.name!r} has no rejected answers, and --dpo-beta learns from them; give it"
-                " chat=preference with columns prompt, chosen and rejected, or leave --dpo-beta out"
+                f"task {client.task.name!r} has no rejected answers, and {flag} learns from them; give it"
+                f" chat=preference with columns prompt, chosen and rejected, or leave {flag} out"
             )
 
 
@@ -567,8 +569,8 @@ def encoders(task: Task, backbone: Backbone, *, preferences: bool = False) -> tu
 
     def encode(rows: Rows, most: int) -> tokenization.EncodedExamples:
         encoder = _encoder(task, backbone, most)
-        rejected = encoder.chats(rows.pair or (), template) if preferences else None
-        return replace(encoder.chats(rows.text, template), rejected=rejected)
+        rejected = encoder.chats(rows.pair or (), template, last=True) if preferences else None
+        return replace(encoder.chats(rows.text, template, last=preferences), rejected=rejected)
 
     return encode, lambda rows, most: _encoder(task, backbone, most).chat_prompts(rows.text, template)
 
