@@ -90,9 +90,9 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
                     if line in told:  # the runs of a comparison have the same data
                         return
                     told.add(line)
-                if isinstance(event, RoundFinished):
+                if isinstance(event, RoundFinished) and (left := event.rounds - event.round):
                     taken.append(event.seconds)
-                    line += time_left(taken, event.rounds - event.round)
+                    line += f", about {seconds(fmean(taken) * left)} of rounds left"
                 bars.console.print(line, markup=False, soft_wrap=True)
 
         yield show
@@ -110,15 +110,6 @@ def event_line(event: Event) -> str | None:
         cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"
         return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}{event.learned}  {cost}"
     return None
-
-
-def time_left(taken: Sequence[float], rounds: int) -> str:
-    """The end of a round's line: about how long the rounds to come take, by the mean of those so far.
-
-    >>> time_left([60, 90], 4)
-    ', about 5.0 min of rounds left'
-    """
-    return f", about {seconds(fmean(taken) * rounds)} of rounds left" if rounds else ""
 
 
 def _scores(scores: Mapping[str, float]) -> str:

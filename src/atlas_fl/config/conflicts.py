@@ -58,10 +58,6 @@ def _has_images(config: Config) -> bool:
     return "images" in kinds_of(config).values()
 
 
-def _needs_one_rank(config: Config) -> bool:
-    return method_class(config).equal_ranks or method_of(config).equal_ranks
-
-
 def _takes_reports(config: Config) -> bool:
     method = method_class(config)
     return method.report != "none" and not method.models_in_report
@@ -83,7 +79,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "report": ("--strategy", lambda config: method_class(config).report),
     "takes_reports": ("--strategy", _takes_reports),
     "compares_halves": ("--strategy", lambda config: method_class(config).report == "halves"),
-    "needs_one_rank": ("--strategy", _needs_one_rank),
+    "needs_one_rank": ("--strategy", lambda one: method_class(one).equal_ranks or method_of(one).equal_ranks),
     "uses_clusters": ("--strategy", _uses_clusters),
     "kinds": ("--tasks", lambda config: tuple(kinds_of(config).values())),
     "own_clients": ("--task", _own_clients),

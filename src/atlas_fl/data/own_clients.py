@@ -253,19 +253,14 @@ def arrange_clients(
         more = ", .." if len(few) > SHOWN else ""
         count = f"{len(few)} of {len(dealt)} clients"
         notes.append(f"left out since they have fewer than {dealing.least} examples: {count}, {words}{more}")
-    if shared := shared_texts(list(parts.values())):
+    holders = Counter(key for part in parts.values() for key in set(keys(part.train)))
+    if shared := sum(holders[key] > 0 for part in parts.values() for key in keys(part.test)):
         kind = "images" if any(isinstance(part.test, Images) for part in parts.values()) else "texts"
         notes.append(f"{shared:,} test {kind} of a client are training {kind} of another one")
     datas = tuple(parts.values())
     whole = datas[0].with_splits(lambda split: concatenate([data.splits[split] for data in datas]))
     left_out = sum(data.left_out for data in datas)
     return replace(whole, left_out=left_out, clients=datas, words=tuple(parts), notes=tuple(notes))
-
-
-def shared_texts(parts: Sequence[TaskData]) -> int:
-    """Test examples of these clients that another one trains on."""
-    holders = Counter(key for part in parts for key in set(keys(part.train)))
-    return sum(holders[key] > 0 for part in parts for key in keys(part.test))
 
 
 def names_of_words(words: Iterable[str], *, prefix: str) -> dict[str, str]:

@@ -264,20 +264,16 @@ class _Chosen:
         elif (place := int(self.rng.integers(self.counts["fit"]))) < most:  # Vitter's algorithm R
             self.num_bytes += _size(row) - _size(self.rows[place])
             self.rows[place] = row
-        self._check_memory()
+        if self.num_bytes > self.most_bytes:  # half of the memory that was free
+            raise DataError(
+                f"the first {len(self.rows):,} rows of {self.origin} take {self.most_bytes / 1e9:.2f} GB of memory,"
+                f" half of what is free; add rows={len(self.rows) // 2} to the task to draw so many rows evenly"
+            )
 
     def _tell(self, flaw: str, row: str) -> None:
         self.counts["flaws"] += 1
         if self.counts["flaws"] <= MOST_TOLD:
             self.flaws.setdefault(flaw, []).append(row)
-
-    def _check_memory(self) -> None:
-        """A `DataError` if the rows take more than half of the memory that was free."""
-        if self.num_bytes > self.most_bytes:
-            raise DataError(
-                f"the first {len(self.rows):,} rows of {self.origin} take {self.most_bytes / 1e9:.2f} GB of memory,"
-                f" half of what is free; add rows={len(self.rows) // 2} to the task to draw so many rows evenly"
-            )
 
     def table(self) -> tuple[Table, tuple[str, ...]]:
         """Columns of the rows that are kept, and remarks; a `DataError` tells all problems, or that there is no row."""

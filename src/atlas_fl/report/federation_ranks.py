@@ -24,8 +24,6 @@ class MethodRanks:
     federations: int
     average_ranks: Mapping[str, float]
     """By method; 1 is the best, ties share their mean rank."""
-    friedman_chi2: float
-    """The statistic, corrected for ties."""
     friedman_p: float
     critical_difference: float
     """Average ranks that lie further apart differ at the 5% level by Nemenyi's test of all pairs."""
@@ -48,12 +46,10 @@ def rank_methods(
     federations, methods = matrix.shape
     ranks = stats.rankdata(-round_scores(matrix), axis=1)
     averages = dict(zip(scores, ranks.mean(axis=0).tolist(), strict=True))
-    chi2 = _friedman(ranks)
     return MethodRanks(
         federations=federations,
         average_ranks=averages,
-        friedman_chi2=chi2,
-        friedman_p=float(stats.chi2.sf(chi2, methods - 1)),
+        friedman_p=float(stats.chi2.sf(_friedman(ranks), methods - 1)),
         critical_difference=nemenyi_difference(methods, federations),
         against_control={} if control is None else _p_against(averages, control, federations),
     )

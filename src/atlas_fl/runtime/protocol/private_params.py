@@ -137,7 +137,8 @@ class PrivateParamStore:
             return {**stored, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
         fresh = self.draw(ranks)
-        if not stored.keys() <= fresh.keys() or any(_is_larger(key, own, fresh[key]) for key, own in stored.items()):
+        larger = ((_rank(key, own) or 0) > (_rank(key, fresh[key]) or 0) for key, own in stored.items())
+        if not stored.keys() <= fresh.keys() or any(larger):
             raise _other_kind("a part of the model")
         expanded = expand_rank(fresh, stored, self.scale)
         lost = sorted(key for key in missing if key not in stored and not key.endswith(LORA_A))
@@ -266,10 +267,6 @@ def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict
 
 def _module(key: str) -> str:
     return key.removesuffix(LORA_A).removesuffix(LORA_B)
-
-
-def _is_larger(key: str, own: torch.Tensor, other: torch.Tensor) -> bool:
-    return (_rank(key, own) or 0) > (_rank(key, other) or 0)
 
 
 def _rank(key: str, tensor: torch.Tensor) -> int | None:
