@@ -288,8 +288,7 @@ def _read_module(name: str) -> Source:
             f"{f' ({known} are)' if known else ''}; give the path of a .py file, or install its package"
         )
     lines = [module, *(f"{place} {sha256(file.read_bytes()).hexdigest()}" for place, file in files.items())]
-    content = "\n".join(lines).encode()
-    return Source(name=name, module=module, code=b"", digest=sha256(content).hexdigest()[:DIGITS])
+    return Source(name=name, module=module, code=b"", digest=sha256("\n".join(lines).encode()).hexdigest()[:DIGITS])
 
 
 def _files_of(module: str) -> dict[str, Path]:

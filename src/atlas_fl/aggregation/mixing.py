@@ -39,8 +39,7 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
         if is_full_model(params):
             # those of its own task first: who holds all that they hold shares their model as a whole
             peers = [one for client, one in models_by_client.items() if tasks[client] == tasks[name]]
-            others = [one for client, one in models_by_client.items() if tasks[client] != tasks[name]]
-            everyone = [*peers, *others]
+            everyone = [*peers, *(one for client, one in models_by_client.items() if tasks[client] != tasks[name])]
             for key in params:
                 tensors = [known_tensors[key] for known_tensors in (peers if key.startswith(HEAD) else everyone)]
                 # bit for bit, as far as numbers show
@@ -110,8 +109,7 @@ def mix_plain(tensors: Mapping[int, Tensor], group: Group) -> Iterator[Moved]:
     stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources]))
     mixed = (_weights(group.rows, stack) @ stack).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
-    rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
-    return zip(group.targets, rows)
+    return zip(group.targets, [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed])
 
 
 def _scale_rows(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:

@@ -262,5 +262,4 @@ def mix(models: ByClient, matrices: Matrices, clients: Sequence[str], options: S
 
 def weighted_average(options: StrategyOptions, step: MixingContext, *, within: str = "all") -> Square | Rows:
     """The rows of one average over each group, or inside each cluster, weighted by examples, over who is present."""
-    groups = groups_within(step, within)
-    return average(step.federation.weights, groups, step.present, max_share=options.max_share)
+    return average(step.federation.weights, groups_within(step, within), step.present, max_share=options.max_share)

@@ -217,8 +217,7 @@ def secure_means(
         weight = sum(q[client] for client in done.survivors)
         error = settings.error(group, len(done.survivors), weight)
         sums.append(f"{group.what} of {len(done.survivors)} of {len(group.clients)} clients, {error}")
-        mean = torch.from_numpy(done.total / weight)
-        split = zip(like.items(), torch.split(mean, parts), strict=True)
+        split = zip(like.items(), torch.split(torch.from_numpy(done.total / weight), parts), strict=True)
         shared = {key: part.to(tensor).view_as(tensor) for (key, tensor), part in split}
         for client in here:
             means[client] |= shared

@@ -77,8 +77,7 @@ def check_joined(
     if fresh.keys() != set(names) or {*plan.clients} < server_models.keys():
         faults = dict.fromkeys(names, f"the plan has {names} for newcomers, and the models are of {sorted(fresh)}")
     present = tuple(client in server_models for client in plan.clients)
-    begun = {**server_models, **fresh}
-    step = Step(run=run, plan=plan, round=0, present=present, before=server_models, trained=begun)
+    step = Step(run=run, plan=plan, round=0, present=present, before=server_models, trained={**server_models, **fresh})
     if any(faults.values()):
         yield from (AuditRow("joined", client, faults[client]) for client in names)
     else:

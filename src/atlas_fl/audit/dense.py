@@ -156,5 +156,4 @@ def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarra
     By least squares with bounded variables; the server uses another algorithm.
     """
     root = np.linalg.cholesky(program)
-    solution = lsq_linear(root.T, np.linalg.solve(root, target), bounds=(0.0, np.inf), method="bvls")
-    return np.asarray(solution.x)
+    return np.asarray(lsq_linear(root.T, np.linalg.solve(root, target), bounds=(0.0, np.inf), method="bvls").x)

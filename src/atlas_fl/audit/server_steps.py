@@ -434,13 +434,12 @@ def _gram_schmidt(matrix: np.ndarray, count: int) -> np.ndarray:
 
 def dense_updates(step: Step, state: Flat) -> dict[str, np.ndarray]:
     """The dense updates of factors in a server state, by part and module; of factors that do not fit a number alone."""
-    modules = {path.removesuffix(LORA_A).removesuffix(LORA_B) for path in state}
     return {
         module: update(step.plan, state, module)
         if {module + LORA_A, module + LORA_B} <= state.keys()
         and state[module + LORA_B].shape[-1] == len(state[module + LORA_A])
         else np.zeros(())
-        for module in sorted(modules)
+        for module in sorted({path.removesuffix(LORA_A).removesuffix(LORA_B) for path in state})
     }
 
 

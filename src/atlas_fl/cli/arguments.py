@@ -78,8 +78,7 @@ def check_flags(groups: Sequence[Words], *, flags: Sequence[str], command: str) 
 @cache
 def hints() -> Mapping[str, str]:
     """Flags of other programs, and what to write here, a row of `synonyms.tsv` for each."""
-    text = packaged_text(__package__, "synonyms.tsv")
-    return dict(line.split("\t") for line in text.splitlines()[1:])
+    return dict(line.split("\t") for line in packaged_text(__package__, "synonyms.tsv").splitlines()[1:])
 
 
 def is_flag(word: str) -> bool:

@@ -90,8 +90,7 @@ def _strategies(alone: str | None = None) -> Lines:
         rule = RULES[method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        has_equal_ranks = rule.equal_ranks or method.equal_ranks
-        needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
+        needs = ["equal ranks"] if rule.equal_ranks or method.equal_ranks else [rule.needs] if rule.needs else []
         own = {**method.settings, **method.suggested}
         needs += ["twice the training"] if "second_model" in own and "personal_models" not in own else []
         needs += [rule.extra_passes] if rule.extra_passes else []

@@ -96,8 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def page() -> str:
     """The page of `atlas --help`."""
-    rows = [(name, command.summary) for name, command in COMMANDS.items()]
-    lines = table(rows, names=max(map(len, COMMANDS)))
+    lines = table([(name, command.summary) for name, command in COMMANDS.items()], names=max(map(len, COMMANDS)))
     usage = "usage: atlas COMMAND [OPTIONS]"
     return "\n".join([usage, "", *wrap_lines(ABOUT), "", "commands:", *lines, "", *wrap_lines(START)])
 

@@ -216,8 +216,7 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
         rows.append([str(number), name, count(movable), share(movable / num_values(mask)), *agree])
     lines = ["numbered columns: Jaccard index, both over either"] if numbers else []
     lines += [f"{number}: {path}" for number, path in enumerate(named, start=1)]
-    columns = ("", "mask", "may move", "share", *numbers)
-    return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
+    return Table(title="Masks", columns=("", "mask", "may move", "share", *numbers), rows=rows, note="\n".join(lines))
 
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:

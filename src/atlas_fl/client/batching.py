@@ -266,8 +266,7 @@ def _features_above(row: PackedBatch, prefix: Tensor, backbone: Backbone) -> Ten
         blocks, reads = row.prefix_blocks, row.output_positions
         return server_forward(backbone, prefix, row.layout, blocks=blocks, output_positions=reads)
     assert backbone.vision is not None, "a backbone for texts is given no images"
-    images = sum(len(pixels) for pixels in row.pixels)
-    hidden = prefix.view(images, -1, prefix.shape[1])
+    hidden = prefix.view(sum(len(pixels) for pixels in row.pixels), -1, prefix.shape[1])
     features: Tensor = vision.image_features_above(backbone.vision, hidden, blocks=row.prefix_blocks)
     return features
 

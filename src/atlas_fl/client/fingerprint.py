@@ -51,8 +51,7 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
         sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
         steps = int(max(first.metrics["steps"], second.metrics["steps"]))
         loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
-        params = mean(first.params, second.params)
-        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss))
+        answers.append(fingerprint_update(job, sketches, mean(first.params, second.params), steps=steps, loss=loss))
     return answers
 
 
@@ -112,8 +111,7 @@ def _from_embeddings(job: Job, site: Site) -> Update:
     sketches = []
     for half in (0, 1):
         chosen = replace(options.train, half=half, most=options.most(half))
-        index = positions(len(data), job.client, chosen, secret=secret)
-        mean_embedding = embed(data.take(index), site).mean(0)
+        mean_embedding = embed(data.take(positions(len(data), job.client, chosen, secret=secret)), site).mean(0)
         sketches.append(sketch({EMBEDDING: mean_embedding}, dim=options.sketch_dim, seed=options.train.seed))
     (scored,) = evaluate([replace(job, options=EvaluateOptions(split="train"))], site)
     params = job.params if site.trainable == "lora" else {}

@@ -191,8 +191,7 @@ def log_prior(job: Job, site: Site) -> Tensor | None:
     data = site.data[job.client]
     if not job.options.prior_correction or not data.task.has_classes:
         return None
-    labels = torch.from_numpy(data.splits["train"].labels)
-    counts = torch.bincount(labels, minlength=data.task.num_labels)
+    counts = torch.bincount(torch.from_numpy(data.splits["train"].labels), minlength=data.task.num_labels)
     return log_frequencies(counts).to(site.backbone.device)
 
 

@@ -65,8 +65,7 @@ class ClientModel(nn.Module):
                     module.add_module(part, nn.Module())
                 module = module.get_submodule(part)
             value = tensor.detach().to(site.backbone.device, copy=True)
-            trains = job.options.trains(key, round=job.round)
-            module.register_parameter(name, nn.Parameter(value, requires_grad=trains))
+            module.register_parameter(name, nn.Parameter(value, requires_grad=job.options.trains(key, round=job.round)))
 
     @property
     def params(self) -> dict[str, Tensor]:

@@ -234,9 +234,8 @@ def search_k(
 
 
 def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
-    rows = mean_sketch(first, second)
     return sketch.project_sketches(
-        rows, components=settings.pca_components, incremental=settings.incremental_pca
+        mean_sketch(first, second), components=settings.pca_components, incremental=settings.incremental_pca
     ).points
 
 
@@ -374,8 +373,7 @@ def labels_without_structure(
     num = len(labels)
     if len(np.unique(labels)) in (1, num):
         return labels
-    similarity = similarity_of_halves(first, second, settings)
-    mean = (similarity.sum() - num) / (num * (num - 1))
+    mean = (similarity_of_halves(first, second, settings).sum() - num) / (num * (num - 1))
     return np.zeros(num, dtype=np.int64) if mean >= settings.threshold else np.arange(num)
 
 

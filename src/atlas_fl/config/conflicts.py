@@ -157,8 +157,7 @@ _VALUES = (("setting", "value"), ("other", "other_value"), ("third", "third_valu
 @cache
 def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
     """All rows of this table, in the order in which they are checked."""
-    text = packaged_text(__package__, table)
-    rows = DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE, restval="")
+    rows = DictReader(packaged_text(__package__, table).splitlines(), delimiter="\t", quoting=QUOTE_NONE, restval="")
     return tuple(
         Conflict(
             values=tuple((row[name], row[words]) for name, words in _VALUES if row[name]),

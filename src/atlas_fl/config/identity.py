@@ -30,10 +30,9 @@ def identity_settings(config: Config) -> dict[str, Any]:
     }
     path, digest = parse_mask_file(config.sparse.mask_file)
     # their content, wherever they lie
-    mask_file = path if digest is None else f"sha256={digest}"
     return {
         **values,
-        "mask_file": mask_file,
+        "mask_file": path if digest is None else f"sha256={digest}",
         "plugin": plugin_digests(config.run.plugin),
         "knob": tuple(sorted(config.mixing.knob)),
     }
@@ -47,8 +46,7 @@ def config_hash(config: Config) -> str:
     """
     defaults = identity_settings(Config())
     changed = {name: value for name, value in identity_settings(config).items() if value != defaults[name]}
-    text = json.dumps(changed, sort_keys=True)
-    return sha256(text.encode()).hexdigest()[:16]
+    return sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:

@@ -77,8 +77,7 @@ def find_preset(name: str, *, dial: int | None = None) -> Config:
 
 def preset_of(config: Config) -> Config:
     """The config that a config's preset and dial give; the defaults where there is no such preset."""
-    known = config.run.preset in presets()
-    return find_preset(config.run.preset, dial=config.run.dial) if known else Config()
+    return find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in presets() else Config()
 
 
 def dial_of(preset: str, dial: int) -> Dial:

@@ -129,8 +129,7 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
     by_group: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_group.setdefault(settings()[name].group, {})[name] = value
-    groups = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
-    return replace(base, **groups)
+    return replace(base, **{group: replace(getattr(base, group), **changes) for group, changes in by_group.items()})
 
 
 @cache

@@ -118,8 +118,7 @@ def from_text(text: str, kind: Any) -> Any:
     Raises:
         ValueError: it spells no value of this kind.
     """
-    is_list = get_origin(kind) is tuple
-    return from_words(text.split(LIST_SEPARATOR) if is_list else [text], kind)
+    return from_words(text.split(LIST_SEPARATOR) if get_origin(kind) is tuple else [text], kind)
 
 
 def to_words(value: Any) -> list[str]:

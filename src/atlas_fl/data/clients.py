@@ -416,8 +416,7 @@ def _with_shuffled_labels(client: ClientData, seed: Seed) -> ClientData:
             f"--shuffle-labels has nothing to shuffle in task {client.task.name!r}, whose text has no prompt; give it"
             " one (text= and target=), or leave the flag away"
         )
-    written = tuple(train.pair[i] for i in order)
-    return replace(client, train=replace(train, pair=written, label=train.label[order]))
+    return replace(client, train=replace(train, pair=tuple(train.pair[i] for i in order), label=train.label[order]))
 
 
 def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...]:

@@ -161,10 +161,9 @@ class Format(Published):
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(form, source)
     rows = {
         split: _rows(table, form, origin=f"{split} of {form.title}")
-        for split, table in tables.items()
+        for split, table in find_tables(form, source).items()
         # some copies leave the hidden labels out, others write -1
         if split in SPLITS and (split != "test" or (form.target or form.label) in table)
     }
@@ -183,8 +182,7 @@ def _rows(table: Table, form: Format, *, origin: str) -> Examples:
         pixels = np.stack([decode_image(value, origin=origin) for value in table[form.text]])
         return Images(pixels=pixels, label=label).take(known)
     pair = None if form.pair is None else texts(table, form.pair, origin=origin)
-    rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
-    return rows.take(known)
+    return Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label).take(known)
 
 
 def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> Rows:

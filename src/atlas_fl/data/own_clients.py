@@ -104,8 +104,7 @@ def find_sources(path: Path, dealing: Dealing, *, name: str) -> dict[str, Path]:
             f"there are no files of clients in {path}; give a folder or a pattern of files that end in"
             f" {', '.join(READERS)}, or of a folder for each client"
         )
-    words = Counter(map(_file_word, found))
-    if twice := [word for word, count in words.items() if count > 1]:
+    if twice := [word for word, count in Counter(map(_file_word, found)).items() if count > 1]:
         raise DataError(f"two files in {path} are of one client {twice[0]!r}; keep one, or name them apart")
     return {_file_word(one): one for one in sorted(found, key=lambda one: _natural(_file_word(one)))}
 

@@ -189,8 +189,7 @@ def _items(path: Path, reading: formats.Reading) -> Iterator[formats.Item]:
 
 
 def _table_items(table: Table) -> Iterator[formats.Item]:
-    rows = enumerate(zip(*table.values()), start=1)
-    return ((number, dict(zip(table, row))) for number, row in rows)
+    return ((number, dict(zip(table, row))) for number, row in enumerate(zip(*table.values()), start=1))
 
 
 def _dataset_items(rows: Any, reading: formats.Reading) -> Iterator[formats.Item]:

@@ -70,8 +70,7 @@ def parse_tasks(description: str) -> tuple[Task, ...]:
     if any(map(_class_folders, sources.values())):
         return (folder_task(name, path, options, sources),)
     columns = _columns(name, options)
-    args = (name, tuple(sources.items()), columns, *READERS.values())
-    read = read_once(_read_tasks, *args, files=sources.values())
+    read = read_once(_read_tasks, name, tuple(sources.items()), columns, *READERS.values(), files=sources.values())
     prefix = "client" if columns.dealing.client == own_clients.BY_FILE else str(columns.dealing.client)
     sites = own_clients.names_of_words({word for data, _ in read.values() for word in data.words}, prefix=prefix)
     return tuple(
@@ -277,8 +276,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
             " no target="
         )
     _check_chat(name, options)
-    usual = "micro_f1" if "multi" in options else "accuracy"
-    metric, colon, positive = options.get("metric", usual).partition(":")
+    metric, colon, positive = options.get("metric", "micro_f1" if "multi" in options else "accuracy").partition(":")
     check_known("metric", metric, among=METRICS)
     if metric == "micro_f1" and "multi" not in options:
         raise ConfigError(
@@ -554,8 +552,7 @@ def _read_images(
         part: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
         for part, folder in splits
     }
-    pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
-    dealt = _stack_images(members, pixels)
+    dealt = _stack_images(members, {file: _pixels(file, size) for files in members.values() for file, _ in files})
     if dealing.client is not None:
         return own_clients.arrange_clients(dealt, dealing, name=name, validation_share=validation_share)
     return cleaning.arrange(

@@ -101,8 +101,7 @@ def client_manager_of(
     max_request_bytes = request_limit(config, backbone.model, body=body)
     # names and sizes alone, from which it is known what trains
     backbone.model.to("meta")
-    vocabulary = None if backbone.vocabulary is None else backbone.vocabulary.to("meta")
-    outline = replace(backbone, vocabulary=vocabulary)
+    outline = replace(backbone, vocabulary=None if backbone.vocabulary is None else backbone.vocabulary.to("meta"))
     return ClientManager(
         listed,
         identity,

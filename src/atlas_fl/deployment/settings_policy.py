@@ -68,8 +68,7 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     images = config.images if chosen.part is not None else replace(config.images, nc=ALL_CLASSES)
     # no server says where a site reads secrets
     run = replace(config.run, runs_dir="runs", name=None, secrets=None, plugin=chosen.plugin)
-    here = replace(config, data=data, model=model, images=images, run=run)
-    settings = validate(here, at_sites=True)
+    settings = validate(replace(config, data=data, model=model, images=images, run=run), at_sites=True)
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 

@@ -50,7 +50,6 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
     eval_every = training.eval_every if training.patience else training.rounds
     # a fingerprint that trains is where models begin; every other one is looked at by the server alone
     warmed = replace(config.clustering, recluster_every=0)
-    run = replace(config.run, alone="none", name=folder.alone.name, runs_dir=str(folder.path), max_rounds=None)
     reference = replace(
         config,
         data=replace(config.data, arrive=()),
@@ -62,7 +61,7 @@ def reference_config(config: Config, folder: RunFolder) -> Config:
         robust=usual.robust,
         attack=usual.attack,
         server=usual.server,
-        run=run,
+        run=replace(config.run, alone="none", name=folder.alone.name, runs_dir=str(folder.path), max_rounds=None),
     )
     return validate(reference)
 
@@ -123,18 +122,16 @@ def summarise_gains(
         own, other = (update.metrics["primary"] for update in (together[name], reference))
         clients[name] = {"together": own, "alone": other, **_with_interval(own - other, first[name] - second[name])}
     mean = float(np.mean([entry["gain"] for entry in clients.values()]))
-    mean_draws = np.mean([first[name] - second[name] for name in clients], axis=0)
     return {
         "clients": clients,
-        "mean": _with_interval(mean, mean_draws),
+        "mean": _with_interval(mean, np.mean([first[name] - second[name] for name in clients], axis=0)),
         "of": len(assembly.clients),
         "seconds": seconds,
     }
 
 
 def _with_interval(gain: float, draws: np.ndarray) -> dict[str, Any]:
-    ends = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"gain": gain, "interval": ends.tolist()}
+    return {"gain": gain, "interval": np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()}
 
 
 def resample_clients(assembly: Assembly, updates: Mapping[str, Update]) -> dict[str, np.ndarray]:

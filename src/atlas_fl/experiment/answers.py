@@ -243,8 +243,7 @@ def _models_by_kind(folder: RunFolder, clients: Sequence[str]) -> dict[Kind, ByC
         found["base"] = base
     alone = RunFolder(folder.alone)
     if alone.is_run():
-        trained = load_models(alone)
-        found["alone"] = {name: params for name, params in trained.items() if name in chosen}
+        found["alone"] = {name: params for name, params in load_models(alone).items() if name in chosen}
     return {**found, "federated": chosen}
 
 

@@ -78,8 +78,7 @@ def find_choices(
     encoder = TextEncoder(tokenizer=tokenizer, max_length=limit)
     encoded = encoder.choices(encode_prompt(chosen, limit), contexts, offered)
     correct = tuple(offered[place].index(references[index]) for place, index in enumerate(kept))
-    answered = sum(map(bool, choices))
-    return Choices(encoded=encoded, texts=offered, correct=correct, left_out=answered - len(kept))
+    return Choices(encoded=encoded, texts=offered, correct=correct, left_out=sum(map(bool, choices)) - len(kept))
 
 
 def _references(rows: Rows, *, is_chat: bool) -> list[str]:

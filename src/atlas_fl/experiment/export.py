@@ -355,8 +355,7 @@ def _check_form(form: Form, kind: str, *, writes: bool) -> None:
 @cache
 def _card() -> Template:
     template = packaged_text(__package__, "model_card.md.jinja")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return environment.from_string(template)
+    return Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True).from_string(template)
 
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:

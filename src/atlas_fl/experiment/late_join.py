@@ -50,8 +50,7 @@ def add_late_clients(run: CurrentRun, engine: Engine, *, on_event: OnEvent) -> J
         on_event(PhaseStarted(f"{name} joins"))
         try:
             joined, joined_plan, model = _plan_newcomer(newcomer, extended, planned, meter, state)
-            models = {**state.server_models, **newcomer_models, name: model}
-            strategy.check(models, joined_plan.plan.federation())
+            strategy.check({**state.server_models, **newcomer_models, name: model}, joined_plan.plan.federation())
         except AtlasError as error:
             on_event(Note(f"{name} does not join: {error}"))
             assembly.join_queue.reject_client(name, error)
@@ -153,8 +152,7 @@ def _plan_whole_model(
     (client,) = newcomer.clients
     models, messages = discovery.warmed_models, list[LedgerRow]()
     has_peers = any(other.task.name == client.task.name for other in assembly.clients)
-    mixing = assembly.config.mixing
-    inherits_head = has_peers and strategy_of(assembly.config).communicates and "head" in mixing.share
+    inherits_head = has_peers and strategy_of(assembly.config).communicates and "head" in assembly.config.mixing.share
     if masks.should_fit_heads(assembly) and not inherits_head:
         models, messages = masks.fit_heads(newcomer, engine, models)
     if planned.mask is not None:

@@ -158,8 +158,7 @@ class Recorder:
 
     def peak_memory(self) -> dict[str, int]:
         """The most memory of all sessions, in bytes by kind."""
-        now = peak_memory()
-        return {kind: max(size, self.earlier_peak.get(kind, 0)) for kind, size in now.items()}
+        return {kind: max(size, self.earlier_peak.get(kind, 0)) for kind, size in peak_memory().items()}
 
     def record_plan(self, planned: PlanResult, state: FederationState) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""

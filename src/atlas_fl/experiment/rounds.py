@@ -88,8 +88,7 @@ def finish_round(
     score = mean_validation_score(outcome.scores)
     if outcome.final or score is None or not is_aggregation_round(config, number):
         return outcome
-    history = {**state.history, number: score}
-    if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
+    if not should_stop({**state.history, number: score}, patience=training.patience, min_delta=training.min_delta):
         return outcome
     last = finish(final=True)
     return replace(last, evaluations=(*outcome.evaluations, *last.evaluations), stopped=True)
@@ -123,8 +122,7 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     bound by the norms of others would give these away.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    options = train_options(config, with_images=assembly.has_images)
-    share = share_of(config, options, round=state.round + 1)
+    share = share_of(config, train_options(config, with_images=assembly.has_images), round=state.round + 1)
     usable, refused = check_updates(state.client_models, updates, share)
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
     mode = robust.norm_bound if strategy_of(config).communicates and not config.needs_sums else "off"
@@ -502,8 +500,7 @@ def choose_models(run: CurrentRun, engine: Engine) -> tuple[FederationState, lis
     assembly, state, start = run.assembly, run.state, round_start(run)
 
     def losses(candidates: Mapping[int, ByClient]) -> dict[str, dict[int, float]]:
-        prior_correction = assembly.config.training.prior_correction
-        options = EvaluateOptions(split="validation", prior_correction=prior_correction)
+        options = EvaluateOptions(split="validation", prior_correction=assembly.config.training.prior_correction)
         losses: dict[str, dict[int, float]] = {}
         for label, models in candidates.items():
             for update in engine.run("evaluate", make_jobs(models, options, round=start.round)):

@@ -71,8 +71,7 @@ def run_config(
     A folder that holds the same run is refused, or resumed with `resume=True` (a complete run is only read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
-    files = (*config.run.plugin, *source_files(plugins))
-    config = replace(config, run=replace(config.run, plugin=files))
+    config = replace(config, run=replace(config.run, plugin=(*config.run.plugin, *source_files(plugins))))
     config = pin_mask_file(validate(config, at_sites=backend is not None))
     backend = backend or BACKENDS[config.run.engine]
     folder = run_folder(config)
@@ -133,8 +132,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
         start_time = time.perf_counter()
         with backend(config, emit) as (assembly, engine):
             assembly = defer_late_clients(assembly)
-            model = asdict(model_identity(assembly.site.backbone))
-            recorder = _new_recorder(assembly, folder, model)
+            recorder = _new_recorder(assembly, folder, asdict(model_identity(assembly.site.backbone)))
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
             return _train_remaining(assembly, engine, recorder, emit, at_sites=backend not in BACKENDS.values())
 
@@ -148,8 +146,7 @@ def _train_remaining(
     tell_notes(emit, line)
     if not at_sites and config.training.dp != "none":
         emit(Note("a simulation is not private: it draws its noise from --seed"))
-    hostile = with_attackers(engine, config, assembly.clients)
-    assembly, planned, state = _run_to_end(assembly, hostile, recorder, emit)
+    assembly, planned, state = _run_to_end(assembly, with_attackers(engine, config, assembly.clients), recorder, emit)
     summary = _summarise_run(assembly, recorder)
     if state.is_over:
         whole = bool(config.data.task) and len(assembly.names) <= MOST_EXPORTED
@@ -162,8 +159,7 @@ def _train_remaining(
             emit(PhaseStarted("clients alone"))
             start_time = time.perf_counter()
             alone = _train_alone(reference, engine, recorder, emit)
-            seconds = time.perf_counter() - start_time
-            summary |= {"alone": summarise_gains(assembly, scored, alone, seconds=seconds)}
+            summary |= {"alone": summarise_gains(assembly, scored, alone, seconds=time.perf_counter() - start_time)}
         recorder.write_summary(summary)
         tell_notes(emit, attack_note(summary))
     return _run_result(folder, summary)

@@ -209,8 +209,7 @@ def run_state(config: Config) -> RunState:
 
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     """The file name of a comparison of these runs: preset, swept settings, and a hash of the runs."""
-    runs = sorted({config_hash(point.config) for point in points})
-    digest = sha256("".join(runs).encode()).hexdigest()[:8]
+    digest = sha256("".join(sorted({config_hash(point.config) for point in points})).encode()).hexdigest()[:8]
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
 
 

@@ -111,8 +111,7 @@ class Cfl(AveragingInState):
                 tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
                 gram = gram_of_changes(inputs.client_models, inputs.after, tasks, self.options)
                 rows = average(federation.weights, clusters, present, max_share=self.options.max_share)
-                shares = rows[inside[0]][inside]
-                if pull_apart(gram, np.asarray(shares), eps_1=eps_1, eps_2=eps_2):
+                if pull_apart(gram, np.asarray(rows[inside[0]][inside]), eps_1=eps_1, eps_2=eps_2):
                     result[inside[bipartition(cosines(gram))]] = result.max() + 1
             clusters = result
         return {CLUSTERS: clusters_by_client(federation, clusters)}

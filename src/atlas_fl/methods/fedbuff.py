@@ -117,8 +117,7 @@ class FedAvgByArrival(ByCohort):
         """A step of every cohort from x, whose members that took part begin again from what it makes."""
         known = params_by_client(inputs.server_state, MODEL)
         newest: dict[str, dict[str, Tensor]] = {cohort: dict(tensors) for cohort, tensors in known.items()}
-        clients = inputs.federation.clients
-        late = [self.staleness(inputs.server_state, client, inputs.round) for client in clients]
+        late = [self.staleness(inputs.server_state, client, inputs.round) for client in inputs.federation.clients]
 
         def next_value(cohort: Cohort, name: str, values: Values) -> Tensor:
             scaled = {k: self.buffer_lr * weight * (1 + late[k]) ** -0.5 for k, weight in cohort.weights.items()}

@@ -55,8 +55,7 @@ def spectral_clusters(distances: Square) -> Groups:
     affinity = np.exp(-(distances**2) / (2 * sigma**2)) * (1 - np.eye(n))
     root = 1 / np.sqrt(affinity.sum(axis=1))
     values, vectors = np.linalg.eigh(np.eye(n) - root[:, None] * affinity * root)
-    most = min(MOST_CLUSTERS, n - 1)
-    count = 2 + int(np.argmax(np.diff(values)[1:most]))
+    count = 2 + int(np.argmax(np.diff(values)[1 : min(MOST_CLUSTERS, n - 1)]))
     leading = root[:, None] * vectors[:, :count]
     _, _, pivots = qr(leading.T, pivoting=True, mode="economic")
     left, _, right = np.linalg.svd(leading[pivots[:count]].T)
@@ -100,8 +99,7 @@ class FedAvgInLevels(AveragingInState, WithFrozenPart):
         frozen = {}
         for client, cluster in zip(federation.clients, map(str, clusters.tolist()), strict=True):
             own = {key: t for key, t in models[client].items() if key.endswith((LORA_A, LORA_B)) and t.numel()}
-            before = tensors_of(levels, cluster)
-            frozen[cluster] = stack(own, before, weights=(1.0, 1.0), scale=self.options.scale)
+            frozen[cluster] = stack(own, tensors_of(levels, cluster), weights=(1.0, 1.0), scale=self.options.scale)
         dims = {module: (own[module + LORA_A].shape[1], len(own[module + LORA_B])) for module in ranks(own)}
         fresh = init_adapters(dims, ranks(own), seed=self.options.seed)
         return replace(

@@ -318,8 +318,7 @@ class FromHalves(FromStart):
         initial, reports = params_by_client(state, INITIAL), subtree(state, HALVES)
         places = [(half, name) for half in ("first", "second") for name in names]
         after = {f"{half}/{name}": tensors_of(subtree(reports, name), half) for half, name in places}
-        before = {f"{half}/{name}": initial[name] for half, name in places}
-        return self._gram(after, before, federation, group)
+        return self._gram(after, {f"{half}/{name}": initial[name] for half, name in places}, federation, group)
 
     def _gram(self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup) -> Square:
         """The inner products of the changes of these models with each other, over the shared parameters of a group."""

@@ -102,10 +102,9 @@ class Trial:
         made: dict[str, Params] = {}
         for name, params in updates.items():
             draw = torch.Generator().manual_seed(CLIENTS.index(name))
-            schemas = self.method.report_tensors(params, classes=len(params["head.weight"]))
             made[name] = {
                 key: (torch.rand(schema.shape, generator=draw, dtype=torch.float64) + 1).to(schema.dtype)
-                for key, schema in schemas.items()
+                for key, schema in self.method.report_tensors(params, classes=len(params["head.weight"])).items()
             }
         return made
 
@@ -228,8 +227,7 @@ def _identical(trial: Trial) -> str:
     """Clients that all have trained the same model keep it."""
     same = {name: _model(20, 4) for name in CLIENTS}
     start = {name: _model(21, 4) for name in CLIENTS}
-    federation = _federation(CLIENTS, ("movie",) * 5)
-    done = trial.step(same, before=start, federation=federation)
+    done = trial.step(same, before=start, federation=_federation(CLIENTS, ("movie",) * 5))
     kind = type(trial.method)
     if kind.aggregate is not Method.aggregate or kind.complete is not Method.complete:
         return ""  # a step of the server need not end where clients agree

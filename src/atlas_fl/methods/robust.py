@@ -115,8 +115,7 @@ class Robust(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The plain mean of the present of each group."""
-        groups = groups_within(step, self.options.within)
-        return np.asarray(average(np.ones(len(step.present)), groups, step.present))
+        return np.asarray(average(np.ones(len(step.present)), groups_within(step, self.options.within), step.present))
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
         """The cohorts in which it withstands fewer than `--byzantine`."""

@@ -375,8 +375,7 @@ def pad_left(rows: list[list[int]], *, device: torch.device) -> tuple[Tensor, Te
     """(ids, mask) of token lists as one batch, (texts, longest) int64 each, padding before every text."""
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
+    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
 
 
 ALIGNMENT = 64

@@ -52,8 +52,7 @@ class ChatTemplate:
 
     def closing_text(self, chat: str) -> str:
         """The text behind the last answer of a conversation, given as JSON."""
-        last = {"role": "assistant", "content": "."}
-        return self._render([*json.loads(chat)[:-1], last])[0].rpartition(".")[2]
+        return self._render([*json.loads(chat)[:-1], {"role": "assistant", "content": "."}])[0].rpartition(".")[2]
 
     def answers(self, chat: str) -> tuple[str, list[Span]]:
         """(a conversation, given as JSON, and where in it every answer stands with its end).

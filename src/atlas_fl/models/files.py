@@ -65,8 +65,7 @@ def cached_folder(source: str) -> Path | None:
     """Folder of a hub model in the hub's cache; None without its config or weights. No network is used."""
     weights = [name for single in _FORMATS for name in (single, f"{single}.index.json")]
     config, *paths = (try_to_load_from_cache(source, file) for file in (CONFIG, *weights))
-    has_weights = any(isinstance(path, str) for path in paths)
-    return Path(config).parent if isinstance(config, str) and has_weights else None
+    return Path(config).parent if isinstance(config, str) and any(isinstance(path, str) for path in paths) else None
 
 
 def check_folder(name: str, source: str) -> None:

@@ -322,8 +322,7 @@ def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: 
     """Write the stock model of this config with these tensors, and what prepares its input, as a folder."""
     with loading_lock():
         model = auto.from_config(config, trust_remote_code=False)
-        parameters = dict(model.named_parameters())
-        assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
+        assert not dict(model.named_parameters()).keys() - tensors.keys(), "a classifier is its backbone and its head"
         stored = [key for key in model.state_dict() if key in tensors]
         model.load_state_dict({key: tensors[key].cpu() for key in stored}, strict=False)
         with atomic_folder(folder) as draft:

@@ -229,8 +229,7 @@ class _BatchedLinear(torch.autograd.Function):
             grad_x = grad_x.add_(inner) if mask is None else grad_x.addcmul_(inner, mask)
         pairs = zip(grad_a, grad_b, ctx.ranks, strict=True)
         grads = [one for own_a, own_b, rank in pairs for one in (own_a[:rank], own_b[:, :rank])]
-        needed = ctx.needs_input_grad[5:]
-        kept = [one if needs else None for one, needs in zip(grads, needed, strict=True)]
+        kept = [one if needs else None for one, needs in zip(grads, ctx.needs_input_grad[5:], strict=True)]
         return grad_x, None, None, None, None, *kept
 
 
@@ -355,8 +354,7 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
         products: Products = "in turn"
         if x.is_cuda and len(segments) > 1 and not any(gate is not None for gate in gates):
-            grouped = adapters.grouped and _fits_groups(x, factors[1].shape[0], segments)
-            products = "grouped" if grouped else "batched"
+            products = "grouped" if adapters.grouped and _fits_groups(x, factors[1].shape[0], segments) else "batched"
         out = packed_linear(
             rows.to(dtype),
             weight=matrix_of(weight, dtype, transposed=isinstance(module, nn.Linear)),

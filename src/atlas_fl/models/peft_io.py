@@ -168,8 +168,7 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
         a, b = params.get(module + LORA_A), params.get(module + LORA_B)
         if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
             raise ModelError(f"the adapter in {folder} has no A and B of one rank for {module}; give complete files")
-    scales = _scales(settings, params, folder, family=family)
-    return params, scales.__getitem__
+    return params, _scales(settings, params, folder, family=family).__getitem__
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -234,8 +233,7 @@ def _internal_name(name: str, family: Family) -> str | None:
         return inside if inside.startswith(family.block_lists) else None
     if stripped in family.parts:
         return PARTS + stripped
-    is_head = any(stripped.startswith(module + ".") for module in modules_to_save(family))
-    return HEAD + stripped if is_head else None
+    return HEAD + stripped if any(stripped.startswith(module + ".") for module in modules_to_save(family)) else None
 
 
 def _scales(settings: Mapping[str, Any], params: dict[str, Any], folder: Path, *, family: Family) -> dict[int, float]:

@@ -99,8 +99,7 @@ class PrefixCache:
     def _chunk_states(self, split: EncodedExamples, chunks: Chunks, number: int, compute: Compute) -> Tensor:
         if number in chunks.kept:
             return chunks.kept[number]
-        examples = split.take(chunks.members[number])
-        states = compute(examples)
+        states = compute(split.take(chunks.members[number]))
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes

@@ -99,13 +99,12 @@ class EncodedExamples:
             )
         # The place of every token: its example's start, plus its place inside the example.
         token_index = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        target_mask = None if self.target_mask is None else self.target_mask[token_index]
         return EncodedExamples(
             ids=self.ids[token_index],
             types=self.types[token_index],
             offsets=offsets,
             labels=self.labels[index],
-            target_mask=target_mask,
+            target_mask=None if self.target_mask is None else self.target_mask[token_index],
             taken_from=taken_from,
         )
 

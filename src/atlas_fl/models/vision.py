@@ -130,8 +130,7 @@ def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
 
 def image_logits(vision: Vision, params: Params, pixels: Images) -> Float[Tensor, "n labels"]:
     """Logits by a client's tensors and head."""
-    features = image_features(vision, params, pixels)
-    return nn.functional.linear(features, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
+    return nn.functional.linear(image_features(vision, params, pixels), params[f"{HEAD}weight"], params[f"{HEAD}bias"])
 
 
 def preprocess(

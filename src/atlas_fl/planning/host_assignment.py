@@ -80,12 +80,11 @@ def _match_hosts(
             for name, host in host_devices.items()
             if site_of(name, tasks[name]) != site_of(planned.name, planned.task)
         }
-        memory_bytes = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
         guests.append(
             host_matching.GuestRequirement(
                 name=planned.name,
                 cluster=planned.cluster,
-                bytes=memory_bytes,
+                bytes=sum(size for part, size in split["server_memory"].items() if part != "frozen weights"),
                 device_seconds=split["client_seconds"],
                 costs=costs,
             )

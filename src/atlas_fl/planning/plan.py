@@ -87,8 +87,7 @@ class Plan:
         """The plan that `to_json` wrote."""
         clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
         arrays = {name: from_plain(data[name]) for name in ARRAYS}
-        tuples = {name: tuple(data[name]) for name in TUPLES}
-        return Plan(**{**data, **arrays, **tuples, "clients": clients})
+        return Plan(**{**data, **arrays, **{name: tuple(data[name]) for name in TUPLES}, "clients": clients})
 
 
 def read_plan(folder: RunFolder, file: Path) -> Plan:

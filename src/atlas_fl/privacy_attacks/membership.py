@@ -154,11 +154,10 @@ def infer_membership(assembly: Assembly, client: ClientData, *, shadows: int, on
     for index in range(shadows):
         is_member[index, generator(seed, "attack", "half", index).permutation(size)[: size // 2]] = True
     trained = train_shadows(assembly, client, pool, is_member, on_event=on_event)
-    others = ~np.eye(shadows, dtype=bool)
     scores = np.stack(
         [
             likelihood_ratios(phi, trained.confidence[rest], is_member[rest])
-            for phi, rest in zip(trained.confidence, others, strict=True)
+            for phi, rest in zip(trained.confidence, ~np.eye(shadows, dtype=bool), strict=True)
         ]
     )
     draws = generator(seed, "attack", "bootstrap").integers(shadows, size=(RESAMPLES, shadows))

@@ -202,14 +202,12 @@ def greedy(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budge
         gain = importance * (ranks[upper] - ranks[lower]) / np.maximum(step, 1)
         return np.asarray(np.round(gain / max(gain.max(), 1e-300), 12))
 
-    start = np.zeros(len(cost), dtype=np.int64)
-    return _raise_levels(start, importance, cost, budget=budget, worth_of=gain_by_byte)
+    return _raise_levels(np.zeros(len(cost), dtype=np.int64), importance, cost, budget=budget, worth_of=gain_by_byte)
 
 
 def _best_index(allowed: np.ndarray, *keys: np.ndarray) -> int:
     """The allowed index with the largest first key, then the largest second, then the smallest index."""
-    order = np.lexsort((np.arange(len(allowed)), *(-key for key in reversed(keys)), ~allowed))
-    return int(order[0])
+    return int(np.lexsort((np.arange(len(allowed)), *(-key for key in reversed(keys)), ~allowed))[0])
 
 
 def uniform(importance: np.ndarray, cost: np.ndarray, _: np.ndarray, *, budget: int) -> np.ndarray:

@@ -115,14 +115,13 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         control = default_control(list(complete or methods)) if methods else BASELINE
     if methods and control not in methods:
         raise ConfigError(f"--control is {control}, and {_title(config)} has {', '.join(methods)}; name one of these")
-    is_compared = control in complete
     return FederationResults(
         title=_title(config),
         words=_dial_words(config),
         changed=_changed_settings(by_client or runs),
         own_settings=_own_settings({name: methods[name] for name in _in_order(methods, control)}),
         tuned={name: record for name in _in_order(methods, control) if (record := _shared_record(methods[name]))},
-        comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
+        comparison=compare_scores(_in_order(complete, control), control=control) if control in complete else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
         in_one_place={
             label: tuple(fmean(run.scores.scores.values()) for run in by_seed.values())
@@ -211,8 +210,7 @@ def _shared_record(runs: Mapping[int, FinishedRun]) -> TunedMethod | None:
 
 def _in_order(methods: Mapping[str, Any], control: str) -> dict[str, Any]:
     """Local training and the control first, then the others by name."""
-    names = sorted(methods, key=lambda name: (name != BASELINE, name != control, name))
-    return {name: methods[name] for name in names}
+    return {name: methods[name] for name in sorted(methods, key=lambda name: (name != BASELINE, name != control, name))}
 
 
 def _title(config: Config) -> str:

@@ -163,12 +163,11 @@ def compare_pair(
     differences = round_scores(first - second)
     several = len(differences) > 1
     spread = float(differences.std(ddof=1)) if several else 0.0
-    effect = float(differences.mean()) / spread if spread > TIE else None
     return PairedComparison(
         differences=tuple(differences.tolist()),
         mean=float(differences.mean()),
         interval=t_interval(differences) if several else None,
-        effect_size=effect,
+        effect_size=float(differences.mean()) / spread if spread > TIE else None,
         sign_flip_p=sign_flip_p(differences, rng=rng),
         least_p=least_sign_flip_p(int(np.count_nonzero(differences))),
         adjusted_p=None,

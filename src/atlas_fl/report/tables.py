@@ -87,8 +87,7 @@ def _verdict(clustering: Entry) -> list[str]:
     reason = (clustering.get("structure") or {}).get("reason", "")
     warnings = clustering.get("warnings") or ()
     reasons = [] if not reason or any(reason in line for line in warnings) else [reason]
-    agreement = clustering.get("agreement") or {}
-    measured = ", ".join(f"{name} {number(value, 2)}" for name, value in agreement.items())
+    measured = ", ".join(f"{name} {number(value, 2)}" for name, value in (clustering.get("agreement") or {}).items())
     return [*reasons, *([f"against the true tasks: {measured}"] if measured else []), *warnings]
 
 

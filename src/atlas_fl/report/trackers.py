@@ -153,8 +153,7 @@ class RunLogging:
         self.on_event(event)
         if isinstance(event, PhaseStarted) and event.name.startswith(ROUND) and not self._is_begun:
             self._is_begun = True
-            first_round = int(event.name.removeprefix(ROUND))
-            run = TrackedRun(config=self.config, folder=self.folder, first_round=first_round)
+            run = TrackedRun(config=self.config, folder=self.folder, first_round=int(event.name.removeprefix(ROUND)))
             self._ask(lambda tracker: tracker.begin(run))
         if isinstance(event, RoundFinished):
             self._ask(lambda tracker: tracker.log(numbers_of(event), round=event.round))

@@ -80,8 +80,7 @@ def _normal(params: Params, context: AttackContext) -> dict[str, torch.Tensor]:
 
 def _add_noise(before: Params, after: Params, context: AttackContext) -> Params:
     noise = _normal(after, context)
-    noisy = {key: after[key] + context.size * _rms(after[key] - before[key]) * noise[key] for key in noise}
-    return {**after, **noisy}
+    return {**after, **{key: after[key] + context.size * _rms(after[key] - before[key]) * noise[key] for key in noise}}
 
 
 def _replace_model(before: Params, after: Params, context: AttackContext) -> Params:
@@ -104,8 +103,7 @@ def choose_attackers(words: Sequence[str], names: Sequence[str], *, seed: int) -
     Raises ConfigError for an unknown client, and where no honest client is left.
     """
     if len(words) == 1 and words[0].isdecimal():
-        count = min(int(words[0]), len(names))
-        drawn = generator(seed, "attackers").choice(len(names), size=count, replace=False)
+        drawn = generator(seed, "attackers").choice(len(names), size=min(int(words[0]), len(names)), replace=False)
         chosen = {names[index] for index in drawn}
     else:
         chosen = set(words)

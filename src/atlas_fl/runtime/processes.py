@@ -127,5 +127,4 @@ def send_frames(link: "Connection", frames: Sequence[bytes]) -> None:
 
 def receive_frames(link: "Connection") -> list[bytes]:
     """Read what `send_frames` wrote; raises `EOFError` where the other end is closed."""
-    count = int.from_bytes(link.recv_bytes(8), "little")
-    return [link.recv_bytes() for _ in range(count)]
+    return [link.recv_bytes() for _ in range(int.from_bytes(link.recv_bytes(8), "little"))]

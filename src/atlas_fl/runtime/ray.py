@@ -74,8 +74,7 @@ class Cluster:
 
         Raises `ConfigError` where they do not fit: Ray would wait for ever.
         """
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        return actor_resources_of(nodes, count, cuda=cuda)
+        return actor_resources_of([node["Resources"] for node in self._ray.nodes() if node["Alive"]], count, cuda=cuda)
 
     @contextmanager
     def actors(self, resources: ActorResources, init_worker: InitWorker) -> Iterator[list[Actor]]:

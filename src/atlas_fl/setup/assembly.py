@@ -299,8 +299,7 @@ def _cut_clients(clients: Sequence[ClientData], site: Site, *, count: int, seed:
     """The parts of these clients, in their order."""
     parts: list[ClientData] = []
     for client in clients:
-        splits = site.data[client.name].splits.items()
-        embeddings = {split: embed(examples, site).numpy() for split, examples in splits}
+        embeddings = {split: embed(examples, site).numpy() for split, examples in site.data[client.name].splits.items()}
         parts += cut_client(client, embeddings, count=count, seed=seed)
     return tuple(parts)
 
@@ -336,8 +335,7 @@ def backbone_of(
         backbone = load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
     else:
         writes, held = any(task.writes for task in tasks), config.model.base_weights
-        fast = config.model.fast_kernels
-        backbone = loading.load_backbone(name, writes=writes, held=held, fast=fast, **load_options)
+        backbone = loading.load_backbone(name, writes=writes, held=held, fast=config.model.fast_kernels, **load_options)
     if backbone.family.stock:
         check_stock(config, backbone.family)
         if len({task.writes for task in tasks}) > 1:
@@ -406,9 +404,8 @@ def model_receiver(
     store: PrivateParamStore | None = None,
 ) -> model_sync.Receiver:
     """The receiver of models at a client or worker."""
-    home = trained_body(backbone, config) if is_full else {}
     return model_sync.Receiver(
-        home=home,
+        home=trained_body(backbone, config) if is_full else {},
         keeps_trained=keeps_trained,
         compresses=config.compresses_updates,
         trains_heads=backbone.vision is None,
@@ -477,13 +474,12 @@ def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, b
 
     Raises `ModelError` where they are not to be had.
     """
-    writes = any(client_tokens.task.writes for client_tokens in tokens.values())
     backbone = load_client_part(
         config.model.model,
         blocks=blocks,
         device=pick_device(config.run.accelerator, precision=config.model.precision),
         gradient_checkpointing=config.model.gradient_checkpointing,
-        writes=writes and config.split.head == "client",
+        writes=any(client_tokens.task.writes for client_tokens in tokens.values()) and config.split.head == "client",
         held=config.model.base_weights,
     )
     return Site(

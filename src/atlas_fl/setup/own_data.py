@@ -94,8 +94,7 @@ def _columns(rows: Sequence[Any]) -> Table:
             f"examples are dicts, a mapping of columns, a DataFrame or a Dataset, and one is {short_repr(wrong)}; give"
             " a dict for each"
         )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def _line(row: Mapping[str, Any], number: int, name: str, *, lists: str | None) -> str:

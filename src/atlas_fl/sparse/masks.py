@@ -186,8 +186,7 @@ def _magnitude(evidence: Evidence, name: str) -> Tensor:
 
 def _random(evidence: Evidence, name: str) -> Tensor:
     """Uniform numbers from a stream of each parameter's own, so that neither order nor company changes them."""
-    shape = evidence.params[name].shape
-    return torch.as_tensor(generator(evidence.seed, "mask", name).random(shape, dtype="float32"))
+    return torch.as_tensor(generator(evidence.seed, "mask", name).random(evidence.params[name].shape, dtype="float32"))
 
 
 MASKS: Mapping[str, Callable[[Evidence, str], Tensor]] = {

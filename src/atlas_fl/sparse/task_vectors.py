@@ -55,8 +55,7 @@ def _ties(vectors: Sequence[Params], keep: float) -> dict[str, Tensor]:
     for name in vectors[0]:
         values = torch.stack([vector[name] * mask[name] for vector, mask in zip(vectors, masks, strict=True)])
         agrees = values.sign() == values.sum(0).sign()
-        count = agrees.sum(0)
-        merged[name] = values.where(agrees, 0.0).sum(0) / count.clamp(min=1)
+        merged[name] = values.where(agrees, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
     return merged
 
 

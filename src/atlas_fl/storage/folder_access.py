@@ -165,8 +165,7 @@ def _open_file(path: Path, flags: int, *, within: Path | None, max_bytes: int | 
             _check_kind(os.stat(path.name, dir_fd=folder, follow_symlinks=False))
         # what it was a moment ago it need not be: the descriptor is asked again, and a pipe is not waited for
         handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
-        writes = flags & os.O_ACCMODE != os.O_RDONLY
-        return _checked(handle, writes=writes, max_bytes=max_bytes)
+        return _checked(handle, writes=flags & os.O_ACCMODE != os.O_RDONLY, max_bytes=max_bytes)
 
 
 def _check_kind(status: os.stat_result) -> None:
@@ -246,8 +245,7 @@ def open_to_append(path: Path, *, within: Path | None = None, mode: int = 0o666)
     Raises:
         OSError: it is a link, no regular file, or a hard link to a file that has another name.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    return os.fdopen(_open_file(path, flags, within=within, mode=mode), "ab")
+    return os.fdopen(_open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, within=within, mode=mode), "ab")
 
 
 def cut_file(path: Path, length: int, *, within: Path | None = None) -> None:

@@ -50,12 +50,11 @@ def chart(entry: str, rows: Sequence[Row], *, name: str = "", spec: str = "", **
         values: what the title and the note name in braces and the specification with a `$`; `height` and `is_wide`.
     """
     options = {"height": 240, "is_wide": True} | _specs()[entry] | values
-    sizes = {"width": "container", "height": options["height"]}
     return Chart(
         name=name or entry,
         title=options["title"].format(**values),
         note=options["note"].format(**values),
-        spec=sizes | _fill(_specs()[spec or entry]["spec"], options),
+        spec={"width": "container", "height": options["height"]} | _fill(_specs()[spec or entry]["spec"], options),
         rows=rows,
         is_wide=options["is_wide"],
     )

@@ -85,7 +85,6 @@ def render(page: Page) -> str:
     has_charts = any(isinstance(block, Chart) for section in page.sections for block in section.blocks)
     scripts = [*([_chart_library()] if has_charts else []), asset("page.js")]
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'"
     return _template().render(
         page=page,
         generator=GENERATOR,
@@ -93,7 +92,7 @@ def render(page: Page) -> str:
         look=in_script(to_json(look())),
         style=asset("page.css"),
         scripts=scripts,
-        policy=policy,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'",
     )
 
 

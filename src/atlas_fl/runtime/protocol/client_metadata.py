@@ -207,8 +207,7 @@ def _rows(metadata: ClientMetadata, task: Task, split: Split) -> Rows:
     count = metadata.examples[split]
     spread = metadata.labels[split]
     if task.multilabel:
-        have_it = np.arange(count)[:, None] < np.asarray(spread)
-        return Rows(text=("",) * count, label=have_it.astype(np.float32))
+        return Rows(text=("",) * count, label=(np.arange(count)[:, None] < np.asarray(spread)).astype(np.float32))
     if task.has_classes:
         label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(spread, dtype=np.int64))
         return Rows(text=("",) * count, label=label)

@@ -156,8 +156,7 @@ def read_trees(prefix: str, tensors: Params) -> dict[str, dict[str, torch.Tensor
 
 def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """(the tensors of the job's model, the trees that the job carries beside it) of a message."""
-    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(SENT)}
-    return model, read_trees(SENT, tensors)
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith(SENT)}, read_trees(SENT, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,7 @@ class Sender:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
         received = messages.read_update(head, tensors, job=job)
         kept = messages.read(KeptTrees, head.get("kept", ()), "the answer: kept")
-        trees = {kind: {PRIVATE: digest_tensor(sha256)} for kind, sha256 in kept}
-        received = replace(received, kept=trees)
+        received = replace(received, kept={kind: {PRIVATE: digest_tensor(sha256)} for kind, sha256 in kept})
         if action == "train" and received.params is not job.params:
             received = replace(received, params=self._trained_model(received.params, job, head))
             if self.counts_on_trained:

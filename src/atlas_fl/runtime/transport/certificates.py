@@ -356,8 +356,7 @@ def _times(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
 
 def _list_certs(folder: Path, clients: Sequence[str]) -> None:
     """List these clients with the certificates that they have now, those who are new after the others."""
-    path = folder / SERVER / CLIENTS
-    listed = read_list(folder / SERVER) if path.exists() else {}
+    listed = read_list(folder / SERVER) if (folder / SERVER / CLIENTS).exists() else {}
     _write_list(folder, {**listed, **{name: digest_of(_read(folder / name / CERT)) for name in clients}})
 
 

@@ -284,8 +284,7 @@ class Sessions:
     async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> Frame:
         try:
             head, answer_tensors = await self.answer(name, body, tensors)
-            limit = max(FRAME_LIMIT, self.limit)
-            return make_frame({"sequence": number, "body": head}, answer_tensors, limit=limit)
+            return make_frame({"sequence": number, "body": head}, answer_tensors, limit=max(FRAME_LIMIT, self.limit))
         except ProtocolError as error:
             self.refuse(name, error.logged)
             return make_frame({"sequence": number, "refused": str(error)}, {})
