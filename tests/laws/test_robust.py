@@ -16,11 +16,9 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.robust import (
     Robust,
-    coordinate_median,
     krum_scores,
     krum_weights,
     num_trimmed,
-    trimmed_average,
     weiszfeld_weights,
 )
 from tests.aggregation.federations import adapters_of, dense_update, federation_of, server_step
@@ -83,11 +81,12 @@ def test_the_geometric_median_of_a_square_and_its_middle_is_the_middle():
 @examples(60)
 def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(n, trim, seed):
     values = np.random.default_rng(seed).normal(size=(n, 7))
-    assert coordinate_median(torch.from_numpy(values)).numpy() == pytest.approx(np.median(values, axis=0))
+    assert find_method("median").middle(torch.from_numpy(values)).numpy() == pytest.approx(np.median(values, axis=0))
     cut = num_trimmed(n, trim)
     assert trim * n - 1e-6 <= cut < trim * n + 1 or cut == (n - 1) // 2
     wanted = trim_mean(values, (cut + 0.5) / n, axis=0) if cut else values.mean(axis=0)
-    assert trimmed_average(torch.from_numpy(values), trim=trim).numpy() == pytest.approx(wanted)
+    trimmed = find_method("trimmed_mean", trim=trim)
+    assert trimmed.middle(torch.from_numpy(values)).numpy() == pytest.approx(wanted)
 
 
 @given(st.integers(5, 12), st.integers(0, 2**32))

@@ -18,7 +18,6 @@ from atlas_fl.packaged import packaged_tables
 _TABLES: Mapping[str, Any] = packaged_tables(__package__, "chat_tasks.toml")
 TONES: Mapping[str, str] = _TABLES["tones"]
 TOPICS: Mapping[str, Mapping[str, Any]] = _TABLES["topics"]
-_SOURCES = {task.name: task for task in EMBEDDED}
 
 
 def _asked(topic: str, rows: Rows, *, tone: str) -> Iterator[tuple[str, str]]:
@@ -48,7 +47,7 @@ def make_chats(topic: str, rows: Examples, *, tone: str) -> Rows:
 
 
 def _task(topic: str, tone: str) -> Task:
-    source_task = _SOURCES[TOPICS[topic]["task"]]
+    source_task = next(task for task in EMBEDDED if task.name == TOPICS[topic]["task"])
 
     def load(source: Source) -> TaskData:
         data = replace(load_task(source_task, source), left_out=0)

@@ -92,10 +92,6 @@ def group_by(values: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key
     return groups
 
 
-def _by_task(clients: Sequence[ClientData]) -> dict[str, list[ClientData]]:
-    return group_by(clients, lambda client: client.task.name)
-
-
 def majority(rows: Examples) -> float | None:
     """The accuracy of always saying the most frequent class of these rows; None where there are no classes."""
     if not np.issubdtype(rows.label.dtype, np.integer):
@@ -106,7 +102,7 @@ def majority(rows: Examples) -> float | None:
 def data_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     """Lines on the data of each task, such as files and rows that were left out."""
     lines: list[str] = []
-    for name, members in _by_task(clients).items():
+    for name, members in group_by(clients, lambda client: client.task.name).items():
         lines += [f"{name}: {note}" for note in dict.fromkeys(note for client in members for note in client.notes)]
         counts = [client.left_out for client in members]  # of clients of the data's own, or of all that was dealt out
         count = sum(counts) if members[0].task.clients else max(counts)
@@ -430,7 +426,8 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     `chat` and `template` say so.
     """
     classified = [client for client in clients if client.task.has_classes and not client.task.multilabel]
-    mixes = {name: np.sum([_counts(one) for one in peers], axis=0) for name, peers in _by_task(classified).items()}
+    by_task = group_by(classified, lambda client: client.task.name)
+    mixes = {name: np.sum([_counts(one) for one in peers], axis=0) for name, peers in by_task.items()}
     return tuple(_row(client, mixes) for client in clients)
 
 

@@ -227,7 +227,7 @@ def _task(form: Format) -> Task:
     )
 
 
-_ROWS = packaged_tables(__package__, "hub_tasks.toml")
 HUB_TASKS: tuple[Task, ...] = tuple(
-    _task(Format(**{"name": name, "config": name, **row})) for name, row in _ROWS.items()
+    _task(Format(**{"name": name, "config": name, **row}))
+    for name, row in packaged_tables(__package__, "hub_tasks.toml").items()
 )

@@ -40,21 +40,9 @@ STEPS, SETTLED = 1000, 1e-12
 """Most steps of Weiszfeld's algorithm, and the change of a weight below which it has ended."""
 
 
-def coordinate_median(stack: Tensor) -> Tensor:
-    """The median over the first axis; of an even number the mean of the two in the middle."""
-    ordered, n = stack.sort(0).values, len(stack)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-
-
 def num_trimmed(n: int, trim: float) -> int:
     """Number of n values that are left out at each end: the share, rounded up, and never all but one or two."""
     return min(ceil(trim * n - 1e-9), (n - 1) // 2)
-
-
-def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
-    """The mean over the first axis without the lowest and highest values."""
-    count = num_trimmed(len(stack), trim)
-    return stack.sort(0).values[count : len(stack) - count].mean(0)
 
 
 def krum_scores(squares: Square, byzantine: int) -> Vector:
@@ -135,8 +123,9 @@ class Median(Robust, ByCohort):
     name = "median"
 
     def middle(self, stack: Tensor) -> Tensor:
-        """The middle over the first axis."""
-        return coordinate_median(stack)
+        """The median over the first axis; of an even number the mean of the two in the middle."""
+        ordered, n = stack.sort(0).values, len(stack)
+        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
     def next_values(self, _inputs: StepInputs) -> NextValue:
         """The middle of what was trained, value by value."""
@@ -165,8 +154,9 @@ class TrimmedMean(Median):
     name = "trimmed_mean"
 
     def middle(self, stack: Tensor) -> Tensor:
-        """The trimmed mean over the first axis."""
-        return trimmed_average(stack, trim=self.trim)
+        """The mean over the first axis without the lowest and highest values."""
+        count = num_trimmed(len(stack), self.trim)
+        return stack.sort(0).values[count : len(stack) - count].mean(0)
 
     def withstands(self, n: int) -> int:
         """As many as are left out at each end."""

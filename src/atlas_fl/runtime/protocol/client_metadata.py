@@ -52,12 +52,15 @@ Length: TypeAlias = tuple[
 class TaskLabels:
     """The labels that all clients of one task must have in common."""
 
-    num_labels: int
-    metric: str
-    label_names: tuple[str, ...]
-    images: bool
-    positive: int | None = None
+    num_labels: Annotated[int, Range(least=0, most=10**4)]
+    metric: Metric
+    label_names: tuple[LabelName, ...]
+    images: bool = False
+    """The examples are images."""
+    positive: Annotated[int, Range(least=0, most=10**4)] | None = None
+    """The class that f1 is of."""
     multilabel: bool = False
+    """An example has any number of the labels."""
 
     def __str__(self) -> str:
         """The labels, as a line names them."""
@@ -73,7 +76,7 @@ def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientMetadata:
+class ClientMetadata(TaskLabels):
     """The server's knowledge of one client's data, each number in the range that a registration may have.
 
     Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan
@@ -81,21 +84,12 @@ class ClientMetadata:
     """
 
     task: TaskName
-    num_labels: Annotated[int, Range(least=0, most=10**4)]
-    metric: Metric
-    label_names: tuple[LabelName, ...]
     max_length: Annotated[int, Range(least=1, most=2**20)]
     examples: Mapping[Split, Examples]
     """Numbers of examples by split."""
     labels: Mapping[Split, tuple[LabelNumber, ...]]
     """By split: examples of every class or label, or mean and standard deviation of values or of words."""
     lengths: Mapping[Split, tuple[Length, ...]]
-    images: bool = False
-    """The examples are images."""
-    positive: Annotated[int, Range(least=0, most=10**4)] | None = None
-    """The class that f1 is of."""
-    multilabel: bool = False
-    """An example has any number of the labels."""
     left_out: Annotated[int, Range(least=0, most=MOST_EXAMPLES)] = 0
     """Rows that its task was given and the client has not."""
 
