@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging
-from atlas_fl.audit.dense import numbers, smallest_without_signs
+from atlas_fl.audit.dense import arrays, below, smallest_without_signs
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.audit.step import Step
-from atlas_fl.params import is_last_layer
+from atlas_fl.params import is_last_layer, unflatten_by_client
 
 ENTRY = "class_features"
 NAMES = ("counts", "means", "variances")
@@ -42,11 +42,8 @@ class Report:
 
 def read_reports(state: Mapping[str, Tensor]) -> dict[str, Report]:
     """Reports by client, from a server state by path; without those whose three tensors are not there."""
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for path, tensor in state.items():
-        _, client, name = path.split("/")
-        parts.setdefault(client, {})[name] = numbers(tensor)
-    return {client: Report(**arrays) for client, arrays in parts.items() if set(arrays) == set(NAMES)}
+    parts = unflatten_by_client(below(state, f"{ENTRY}/"))
+    return {client: Report(**arrays(tensors)) for client, tensors in parts.items() if tensors.keys() == set(NAMES)}
 
 
 class HeadsByFeatures(Averaging):

@@ -16,7 +16,7 @@ from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Averaging, Mean
 from atlas_fl.audit.dense import arrays, below, cosines, is_mixed, numbers, smallest_without_signs
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.audit.step import Step, compare_values
-from atlas_fl.params import HEAD
+from atlas_fl.params import HEAD, unflatten_by_client
 
 FIRST, SECOND = HALVES = ("first", "second")
 RIDGE = 1e-9
@@ -224,11 +224,8 @@ def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[f
 
 def read_halves(state: Flat) -> Halves:
     """Both halves of every client that has reported, from a server state by path."""
-    reports: Halves = {half: {} for half in HALVES}
-    for path, tensor in below(state, "halves/").items():
-        client, half, key = path.split("/", 2)
-        reports[half].setdefault(client, {})[key] = tensor
-    return reports
+    by_client = unflatten_by_client(below(state, "halves/"))
+    return {half: {client: below(own, f"{half}/") for client, own in by_client.items()} for half in HALVES}
 
 
 def _vectors(step: Step, members: Sequence[int], models: Models, keys: Sequence[str]) -> np.ndarray:

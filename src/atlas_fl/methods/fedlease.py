@@ -63,8 +63,7 @@ class FedAvgClusterRouted(FedAvgCluster, WithFrozenPart):
         experts, clusters = subtree(server_state, EXPERTS), tensors_of(server_state, CLUSTERS)
         if not experts:
             return {}
-        numbers = [k for k in range(len(experts)) if k != int(clusters[client])]
-        others = [tensors_of(experts, str(k)) for k in numbers]
+        others = [tensors_of(experts, str(k)) for k in range(len(experts)) if k != int(clusters[client])]
         return {key: torch.cat([one[key] for one in others], dim=int(key.endswith(LORA_B))) for key in others[0]}
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
