@@ -66,6 +66,8 @@ BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert
 """First layers of heads of two layers by their stock names: RoBERTa, DistilBERT, a BERT whose files lack the pooler."""
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
+SHARE = "others.share"
+"""The name of a client's share in a mean, a number beside that, and in a server state of the shares of all."""
 
 
 def lora_modules(params: Params) -> list[str]:

@@ -19,7 +19,6 @@ NOT_BY_EXAMPLES = {
     **dict.fromkeys(("local", "centralized", "linear_probe", "local_prior"), "nothing is sent"),
     **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), "neighbours of a graph"),
     **dict.fromkeys(("pfedgraph", "fedavg_by_distance", "fedamp"), "rows of one's own"),
-    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), "the average of all others"),
     **dict.fromkeys(("median", "trimmed_mean", "krum", "multi_krum", "geometric_median"), "clients count alike"),
     **dict.fromkeys(("ties", "dare"), "parts of updates"),
     "fedadagrad": "it is on its way for thousands of rounds",

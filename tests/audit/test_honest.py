@@ -44,7 +44,7 @@ HONEST = {
 
 WITH_STATE = (
     *("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual", "fedavg_by_arrival"),
-    *("fedavg_by_rank_one", "fedavg_in_tree_and_outside", "fedavg_cluster_routed", "fedavg_by_qr"),
+    *("fedavg_by_rank_one", "fedavg_in_tree_and_outside", "fedavg_cluster_routed", "fedavg_by_qr", "fedavg_of_others"),
 )
 CORES = ("fedavg_of_cores", "fedavg_of_heads")
 BY_FACTORS = (

@@ -14,7 +14,7 @@ from atlas_fl.methods.apfl import WEIGHT, Apfl
 from atlas_fl.methods.feddpa import FedDpa
 from atlas_fl.methods.second_model import initial_gate
 from atlas_fl.models.lora import packed_linear
-from atlas_fl.params import Params
+from atlas_fl.params import SHARE, Params
 from tests.second_model import combine
 
 
@@ -101,6 +101,24 @@ def gated_job(tiny, spec, *, seed: int, options: TrainOptions = OPTIONS) -> Job:
     own, rest = tiny.params(spec, seed=seed), tiny.params(spec, seed=seed + 10)
     gate = {key: tensor + 0.1 * seed for key, tensor in initial_gate(own).items()}
     return Job(client=spec.name, params=own, round=1, options=options, sent={"companion": rest}, kept={"gate": gate})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_client_trains_beside_what_others_have_in_the_mean(tiny_of, site_of, spec_of, share: float) -> None:
+    """(mean - s own) / (1 - s), of the model that the job begins with and not of what training makes of it."""
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=9)
+    site = site_of(tiny, spec)
+    job = gated_job(tiny, spec, seed=0)
+    mean = {key: one for key, one in job.sent["companion"].items() if not key.startswith("head.")}
+    others = {
+        key: job.params[key] if share == 1 else ((one.double() - share * job.params[key]) / (1 - share)).float()
+        for key, one in mean.items()
+    }
+    sent = [{**mean, SHARE: torch.tensor(share)}, others, mean]
+    updates = [train([dataclasses.replace(job, sent={"companion": one})], site)[0].params for one in sent]
+    assert all(torch.equal(tensor, updates[1][key]) for key, tensor in updates[0].items())
+    moved = [key for key, tensor in updates[0].items() if not torch.allclose(tensor, updates[2][key], atol=1e-4)]
+    assert bool(moved) is (share > 0)
 
 
 def in_float64(job: Job) -> Job:

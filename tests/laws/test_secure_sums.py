@@ -32,7 +32,7 @@ SECURE = {"secure": True, "space": "factors", "ranks": "4"}
 USUAL = {
     *("fedavg", "fedavg_cluster", "fedavgm", "fedadagrad", "fedyogi", "fedadam"),
     *("fedit", "ffa", "rolora", "fedsa", "fedper", "fedrep", "fedbabu", "fedprox", "fedavg_ft", "fedavg_prior"),
-    *("ditto", "apfl", "feddpa", "mr_mtl"),
+    *("ditto", "apfl", "feddpa", "mr_mtl", "fedalt", "fedalt_fixed"),
 }
 """What a user would look for."""
 

@@ -13,13 +13,13 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import GATED, export_client, load_models
-from atlas_fl.experiment.run import run_config
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.methods.apfl import WEIGHT
-from atlas_fl.params import Params
+from atlas_fl.params import SHARE, Params
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import alter_tensors, audited, passing_audit, rows
+from tests.runs.reading import alter_tensors, audited, passing_audit, rows, same_tensors, state
 from tests.second_model import add_gated
 
 pytestmark = pytest.mark.core
@@ -93,21 +93,71 @@ def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: Make) -> 
     assert distance(50.0) < 0.8 * distance(0.001)
 
 
-def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: Make) -> None:
+def test_fedalt_sends_everyone_the_mean_of_all_with_its_share_and_keeps_its_own(config: Make) -> None:
     folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt")).folder
-    passing_audit(folder)
-    trained, start, anchor = audited(folder, 2, "trained", "start", "anchor")
+    passing_audit(folder, "server")
+    trained, start, anchor, shares = audited(folder, 2, "trained", "start", "anchor", "server")
+    assert {name: float(share) for name, share in shares.items()} == pytest.approx(
+        {f"{SHARE}/movie-{k}": 1 / 3 for k in range(3)}
+    )
     for key in {key.split("/", 1)[1] for key in trained}:
         for k in range(3):
-            others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
+            everyone = [trained[f"movie-{one}/{key}"].double() for one in range(3)]
             assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
             if key.startswith("head."):
                 continue
-            torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
-    key = next(key for key in start if key.startswith("movie-0/") and key.endswith("lora_A"))
-    stacked = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
-    assert stacked.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
+            torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(everyone) / 3, atol=1e-6, rtol=1e-5)
     assert anchor.keys() == start.keys()
+    stacked = gated(folder, "movie-0")
+    for key in [key for key in stacked if key.endswith("lora_A")]:
+        own, rest = stacked[key].chunk(2)  # both adapters, one on the other
+        assert torch.equal(own, start[f"movie-0/{key}"])
+        others = [trained[f"movie-{other}/{key}"].double() for other in (1, 2)]
+        torch.testing.assert_close(rest.double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
+        assert not torch.allclose(rest, anchor[f"movie-0/{key}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_audit_finds_a_share_that_was_altered(config: Make, secure: bool) -> None:
+    folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt_fixed", secure=secure)).folder
+    passing_audit(folder, "server")
+    path = folder / "audit/round-0002/server.safetensors"
+    for factor in (1.01, 0.0):
+        alter_tensors(path, lambda shares, factor=factor: shares[f"{SHARE}/movie-1"].mul_(factor))
+        assert "server" in {row.check for row in audit_run(folder).failures}
+
+
+@pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
+def test_secure_sums_make_the_same_own_models(config: Make, strategy: str) -> None:
+    given = {**PLAIN, "clients_per_task": 3, "strategy": strategy}
+    plain, secure = (run_config(config(**given, secure=one, name=f"sums-{one}")).folder for one in (False, True))
+    passing_audit(secure, "server", "mixed")
+    for client in ("movie-0", "movie-1", "movie-2"):
+        one, other = gated(plain, client), gated(secure, client)
+        assert one.keys() == other.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(tensor, other[key], atol=2e-4, rtol=1e-3)
+
+
+def test_a_run_with_shares_goes_on_to_the_same_bits(config: Make) -> None:
+    given = {**PLAIN, "clients_per_task": 3, "strategy": "fedalt_fixed"}
+    whole = run_config(config(**given, name="whole")).folder
+    parts = run_config(config(**given, name="parts", max_rounds=1)).folder
+    assert resume_run(parts).complete
+    assert same_tensors(state(whole), state(parts))
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"aggregate_every": 2}, "takes? what it sent out of the mean, and with --aggregate-every 2 it trains on"),
+        ({"personal_rounds": 1}, "and with --personal-rounds 1 it trains on without sending"),
+        ({"dp": "client", "epsilon": 8.0, "update_filter": "clip=1", "delta": 0.01}, "--dp client changes what it sen"),
+    ],
+)
+def test_a_client_takes_out_of_the_mean_what_it_goes_on_with(config: Make, values: dict, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        validate(config(**{**PLAIN, "strategy": "fedalt", **values}))
 
 
 def test_a_head_that_fedalt_never_shares_is_neither_sent_nor_billed(config: Make) -> None:

@@ -184,11 +184,13 @@ class SecureMeans:
     """Sums that were lost, and why; the tensors of these are those of before."""
     sent_bytes: Mapping[str, tuple[int, int]]
     """By client the bytes up and down beside what is summed."""
+    shares: Mapping[str, float]
+    """By client its share in the mean of the adapters, 0 of who is not in the sum; without sums that were lost."""
     clip: float = 0.0
     """The clip of the next round where it follows the norms."""
 
 
-NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={})
+NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={}, shares={})
 
 
 def secure_means(
@@ -200,6 +202,7 @@ def secure_means(
         client: {key: params[key] for key in params if key in before[client]} for client, params in updates.items()
     }
     sums, lost, sent = [], [], {client: np.zeros(2, int) for client in before}
+    shares: dict[str, float] = {}
     for group in groups:
         here = [client for client in group.clients if client in updates]
         if not here:
@@ -216,6 +219,8 @@ def secure_means(
         q = settings.weights(done.examples)
         weight = sum(q[client] for client in done.survivors)
         error = settings.error(group, len(done.survivors), weight)
+        if not all(key.startswith(HEAD) for key in group.keys):
+            shares |= {client: q[client] / weight if client in done.survivors else 0.0 for client in group.clients}
         sums.append(f"{group.what} of {len(done.survivors)} of {len(group.clients)} clients, {error}")
         split = zip(like.items(), torch.split(torch.from_numpy(done.total / weight), parts), strict=True)
         shared = {key: part.to(tensor).view_as(tensor) for (key, tensor), part in split}
@@ -223,7 +228,7 @@ def secure_means(
             means[client] |= shared
             sent[client] += done.sent_bytes.get(client, (0, 0))
     sizes = {client: (int(up), int(down)) for client, (up, down) in sent.items() if up}
-    return SecureMeans(updates={**means}, sums=tuple(sums), lost=tuple(lost), sent_bytes=sizes)
+    return SecureMeans(updates={**means}, sums=tuple(sums), lost=tuple(lost), sent_bytes=sizes, shares=shares)
 
 
 def sum_here(

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from atlas_fl.audit.dense import bound_weights, is_compared, padded, update, vector
+from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, update, vector
 from atlas_fl.audit.step import Formula, Step
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A
+from atlas_fl.params import HEAD, LORA_A, SHARE
 
 Shares: TypeAlias = Callable[[Step, Sequence[int], str], Sequence[float]]
 """(step, members, parameter) -> the share of each member."""
@@ -171,17 +171,30 @@ class Averaging(Formula):
         return self.average.row(step, k, key)
 
 
-class MeanOfOthers(Averaging):
-    """Average of all others; a client without others keeps its model."""
+class MeanWithShares(Mean):
+    """FedALT: the average of all, and in the state the share of each client in it."""
 
-    def row(self, step: Step, k: int, key: str) -> list[float]:
-        """The shares of the others; those of all for who took no part."""
-        row = self.average.row(step, k, key)
-        if not step.present[k]:
-            return row
-        others = {other: weight for other, weight in enumerate(row) if other != k}
-        total = sum(others.values())
-        return step.row({one: weight / total for one, weight in others.items()}) if total > 0 else step.own_row(k)
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The shares of those who took part; those of before where the average is that of before.
+
+        In sums they are of the clients that have a share, bounded among these or among all that took part: who left is
+        in no record.
+        """
+        clients, there = step.plan.clients, step.there(range(step.num_clients))
+        key = next(key for key in step.before[clients[0]] if key.endswith(LORA_A))
+        values = [(step.value(step.before, k, key), step.value(step.trained, k, key)) for k in there]
+        is_summed = step.run.settings.needs_sums
+        if not there or (is_summed and all(np.array_equal(before, after) for before, after in values)):
+            return arrays(step.state)
+        told = {k: float(step.told.get(f"{SHARE}/{clients[k]}", 0.0)) for k in there}
+        members = [k for k in there if told[k] > 0] if is_summed else there
+        candidates = []
+        for bounded in (there, members):
+            shares = dict(zip(bounded, step.shares(bounded), strict=True))
+            total = sum(shares[k] for k in members)
+            candidates.append({k: shares[k] / total for k in members})
+        nearest = min(candidates, key=lambda shares: sum(abs(share - told[k]) for k, share in shares.items()))
+        return {f"{SHARE}/{client}": np.array(nearest.get(k, 0.0)) for k, client in enumerate(clients)}
 
 
 class MeanByDistance(Averaging):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from atlas_fl.audit import averages, class_features, kriging, run_files, server_steps, step, update_clusters
-from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanWithShares, Own, Recorded
 from atlas_fl.clustering.blocks import MOST_PREDICTED
 from atlas_fl.errors import CheckpointError
 
@@ -21,7 +21,7 @@ RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("fedavg_by_norm", "hetlora"), Mean(shares=averages.by_norm)),
     **dict.fromkeys(("fedavg_by_rank", "raflora"), server_steps.RankPartitions()),
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), MeanByDistance()),
-    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), MeanOfOthers()),
+    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), MeanWithShares()),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), server_steps.Dynamic()),
     **dict.fromkeys(("fedavg_orthonormal", "fedsvd"), server_steps.Orthonormal()),
     **dict.fromkeys(("fedavg_rotated", "fedrot"), server_steps.Rotated()),

@@ -206,10 +206,12 @@ class LocalTrainer:
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self.params = self._leaves_of(job.params, site)
         self.gate = self._leaves_of(job.kept.get("gate", {}), site)
+        self._second = SECOND_MODELS[options.second_model](
+            StrategyOptions(scale=site.scale), second_weight=options.second_weight
+        )
+        companion = self._second.companion(job.params, job.sent.get("companion", {}))
+        self._companion = {key: tensor.to(site.backbone.device) for key, tensor in companion.items()}
         # Read back from the leaves themselves: what is hashed is what computes.
-        self._companion = {
-            key: tensor.to(site.backbone.device) for key, tensor in job.sent.get("companion", {}).items()
-        }
         self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
         secret = site.secrets.get(job.client)
@@ -220,9 +222,6 @@ class LocalTrainer:
         self.head_steps = num_head_steps(whole, options, round=job.round)
         self.batches = batches(data, job, secret=secret)
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
-        self._second = SECOND_MODELS[options.second_model](
-            StrategyOptions(scale=site.scale), second_weight=options.second_weight
-        )
         self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")

@@ -425,6 +425,7 @@ def _aggregate(
             federation=federation,
             round=state.round + 1,
             answers=answers,
+            shares=secure.shares if secure.updates else None,
         )
     )
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)

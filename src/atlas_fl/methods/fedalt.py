@@ -1,28 +1,69 @@
 """FedALT's rest of the world: for each client the weighted mean of all others, without itself.
 
-    m_kl = p_l / sum_{j != k} p_j    l != k          m_kk = 0
+    mean = sum_l p_l w_l / sum_l p_l                      over those who took part
+    s_k = p_k / sum_l p_l                                 0 of who took no part
+    others_k = (mean - s_k w_k) / (1 - s_k)               w_k where k is alone
 
-over those who took part; who is alone keeps its model. Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through
-Adaptive Local Training with Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. A client never
-goes on with this mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
-(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`). As in the authors' program
-(jmbian/FedALT), whose models have no head of a task, adapters alone are sent: head and gate stay at the client.
+The server needs the mean alone, so that it may be a secure sum, and each client takes itself out of it. A client never
+goes on with the others' mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
+(`methods.feddpa`). Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through Adaptive Local Training with
+Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. As in the authors' program (jmbian/FedALT),
+whose models have no head of a task, adapters alone are sent: head and gate stay at the client.
 """
 
-import numpy as np
+from dataclasses import replace
 
-from atlas_fl.aggregation.matrices import rows_over_sums
-from atlas_fl.aggregation.rules import MixingContext, weighted_average
+import torch
+
 from atlas_fl.methods.averages import Averaging
+from atlas_fl.methods.feddpa import FedDpa
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs, tensors_of
+from atlas_fl.params import PRIVATE, SHARE, ByClient, TreesByClient, shared_params
 
 
 class FedAvgOfOthers(Averaging):
-    """Everyone gets the weighted mean of all others, without its own model; heads only inside their task."""
+    """The weighted mean of all, of which everyone learns its own share, to take itself out; heads inside their task."""
 
     name = "fedavg_of_others"
+    not_a_sum = ""
 
-    def rule(self, step: MixingContext) -> np.ndarray:
-        """The rows m_k."""
-        rows = np.array(weighted_average(self.options, step))
-        np.fill_diagonal(rows, np.where(step.present, 0.0, np.diag(rows)))
-        return rows_over_sums(rows)
+    def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
+        """The step with the share s_k of every client; those of before where there is no new mean."""
+        shares = inputs.shares
+        if shares is None:
+            row = done.rows["adapters"][[0]][0] if any(inputs.present) else []  # everyone's is the same
+            shares = dict(zip(inputs.federation.clients, row))
+        if not shares:
+            return done
+        return replace(done, server_state={SHARE: {client: torch.tensor(float(s)) for client, s in shares.items()}})
+
+
+class PersonalAdapters(FedDpa):
+    """`--personal-models` with `--second-model stacked`: what the server mixes stands frozen beside the own adapter."""
+
+    def own_training(self, round: RoundStart) -> None:
+        """None: the model of its own is the one that trains."""
+
+    def _companions(self, round: RoundStart) -> ByClient:
+        """The shared part of the last aggregation, with each client's share in it where the method knows that."""
+        shares = tensors_of(round.server_state, SHARE)
+        return {
+            name: {
+                **shared_params(params, self.options.share),
+                **({SHARE: shares[name]} if name in shares else {}),
+            }
+            for name, params in round.server_models.items()
+        }
+
+    def send(self, round: RoundStart) -> TreesByClient:
+        """The mixture of the last aggregation as companion."""
+        return {"companion": self._companions(round)}
+
+    def keep(self, round: RoundStart) -> TreesByClient:
+        """The gates; that of a model which stays at its site lies there with it."""
+        models = {name: round.client_models[name] for name in round.clients}
+        return {"gate": self.gates(round, {name: own for name, own in models.items() if PRIVATE not in own})}
+
+    def predict(self, round: RoundStart) -> ByClient:
+        """A client's own model, stacked on the mixture."""
+        return self.together(round, own=round.client_models, shared=self._companions(round))

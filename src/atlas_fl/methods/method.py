@@ -189,6 +189,9 @@ class StepInputs:
     round: int
     """Its number, from 1."""
     answers: rules.Answers = field(default_factory=rules.Answers)
+    shares: Mapping[str, float] | None = None
+    """Where the updates are means by sums, the share of each client in that of the adapters, without sums that were
+    lost."""
 
     @property
     def after(self) -> dict[str, Params]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from atlas_fl import methods
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import unknown_name
+from atlas_fl.methods.fedalt import PersonalAdapters
 from atlas_fl.methods.method import Method, Part, PublishedMethod
 from atlas_fl.methods.mr_mtl import PersonalModels
 from atlas_fl.methods.scaffold import ControlVariates
@@ -81,7 +82,7 @@ def parts_of(method: Method, values: Mapping[str, Any]) -> tuple[Part, ...]:
     options = method.options
     parts: list[Part] = [method]
     if options.personal_models:
-        parts.append(make(PersonalModels, values))
+        parts.append(make(PersonalModels if options.second_model == "none" else PersonalAdapters, values))
     elif options.second_model != "none":
         parts.append(make(SECOND_MODELS[options.second_model], values))
     if options.control_variates:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas_fl.methods.knobs import KNOB, Tried
 from atlas_fl.methods.method import OwnTraining, Part, RoundStart
-from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, ByClient, Params, lora_modules
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, SHARE, ByClient, Params, lora_modules
 from atlas_fl.ranges import Range
 
 
@@ -46,6 +46,19 @@ class SecondModel(Part):
     """The kind under which the shared model goes to the second training: an `anchor` pulls it by the second weight."""
 
     # at the client
+
+    def companion(self, own: Params, shared: Params) -> Params:
+        """Part of what the server has sent that stands beside the client's own model: all of it.
+
+        With a share s of the client in it, it is what the others have in it: (shared - s own) / (1 - s).
+        """
+        if SHARE not in shared:
+            return shared
+        share = float(shared[SHARE])
+        mean = {key: tensor for key, tensor in shared.items() if key != SHARE}
+        if share >= 1:  # there is nobody else
+            return {key: own[key] for key in mean}
+        return {key: ((one.double() - share * own[key].double()) / (1 - share)).to(one) for key, one in mean.items()}
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
         """Model that a client computes with: its second model and the shared one together; gradients reach the second.
@@ -83,7 +96,7 @@ class SecondModel(Part):
         return OwnTraining(
             models=models,
             sent={self.role: shared},
-            kept={"gate": gates(round, shared, self.second_gate)},
+            kept={"gate": self.gates(round, shared)},
             options=self.own_options,
         )
 
@@ -96,25 +109,28 @@ class SecondModel(Part):
 
         One that is at its client alone is named beside the shared one, and combined with it there.
         """
-        gate = gates(round, own, self.second_gate)
+        gate = self.gates(round, own)
 
         def both(name: str) -> Params:
             if self.role == "companion" and PRIVATE in own[name]:
                 return {**shared[name], PRIVATE: own[name][PRIVATE]}
-            return self.combine(own[name], shared[name], gate.get(name, {}))
+            companion = self.companion(own[name], shared[name])
+            return self.combine(own[name], companion, gate.get(name, {}))
 
         return {name: both(name) if name in own else params for name, params in round.client_models.items()}
 
+    def gates(self, round: RoundStart, models: ByClient) -> ByClient:
+        """The gate of every client, that before its first round where it has none yet; empty without `--second-gate`.
 
-def gates(round: RoundStart, models: ByClient, kind: str) -> ByClient:
-    """The gate of every client, that before its first round where it has none yet; empty without `--second-gate`.
+        `models` say which layers are adapted.
+        """
+        known = round.of("gate")
+        gates = {name: known.get(name) or self.initial_gate(model) for name, model in models.items()}
+        return {name: gate for name, gate in gates.items() if gate}
 
-    `models` say which layers are adapted.
-    """
-    if kind == "none":
-        return {}
-    known = round.of("gate")
-    return {name: known.get(name) or initial_gate(model) for name, model in models.items()}
+    def initial_gate(self, model: Params) -> Params:
+        """The gate before its first round; empty without `--second-gate`."""
+        return {} if self.second_gate == "none" else initial_gate(model)
 
 
 def initial_gate(model: Params) -> dict[str, Tensor]:
