@@ -18,13 +18,13 @@ def step_of(weights: list[float], values: Mapping[str, float], **given: object) 
     names = tuple("abcd"[: len(weights)])
     before = {name: {"w": torch.tensor([BEFORE])} for name in names}
     updates = {name: {"w": torch.tensor([value])} for name, value in values.items()}
-    state = {SHARE: {name: torch.tensor(0.1) for name in names}}
+    state = {SHARE: {name: {SHARE: torch.tensor(0.1)} for name in names}}
     federation = federation_of(names, weights=weights)
     return server_step(find_method("fedavg_of_others"), state, before, updates, federation, round=1, **given)
 
 
 def shares_of(done: Aggregated) -> list[float]:
-    return [float(share) for share in done.server_state[SHARE].values()]
+    return [float(one[SHARE]) for one in done.server_state[SHARE].values()]
 
 
 def others_of(weights: list[float], values: dict[str, float]) -> list[float]:
@@ -33,7 +33,7 @@ def others_of(weights: list[float], values: dict[str, float]) -> list[float]:
     companions = []
     for (name, mean), share in zip(done.client_models.items(), done.server_state[SHARE].values(), strict=True):
         own = {"w": torch.tensor([values.get(name, BEFORE)])}
-        companions.append(float(FedDpa().companion(own, {**mean, SHARE: share})["w"]))
+        companions.append(float(FedDpa().companion(own, {**mean, **share})["w"]))
     return companions
 
 

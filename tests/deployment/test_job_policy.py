@@ -83,14 +83,14 @@ def test_class_means_come_with_training_from_the_second_round_to_the_last_that_i
     means = {"means": torch.zeros(3, 4), "seen": torch.ones(3, dtype=torch.bool)}
     for round in (1, 2, 3, 4):
         job = Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0), sent={"centroids": means})
-        policy(config).check_model("train", replace(job, sent={}), is_own=False)
+        policy(config).check_model("train", replace(job, sent={}), is_own=False, own={})
         if round in (2, 3):
-            policy(config).check_model("train", job, is_own=False)
+            policy(config).check_model("train", job, is_own=False, own={})
             continue
         with pytest.raises(
             ProtocolError, match=rf"train in round {round} with \['centroids'\] beside the model, and .* none then"
         ):
-            policy(config).check_model("train", job, is_own=False)
+            policy(config).check_model("train", job, is_own=False, own={})
 
 
 def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
@@ -111,7 +111,7 @@ def test_a_job_of_an_earlier_round_is_held_to_what_every_job_is() -> None:
     def ask(round: int, *, move: float) -> None:
         job = Job(client="a", params={**MODEL, "q.lora_B": MODEL["q.lora_B"] + move}, round=round, options=options)
         site._check_action("train", job)
-        site.check_model("train", job, is_own=False)
+        site.check_model("train", job, is_own=False, own={})
         site._check_rounds(job)
 
     for round, move in ((5, 0.01), (2, 0.02), (2, 0.03), (2, 0.03)):

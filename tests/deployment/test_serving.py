@@ -85,7 +85,15 @@ def test_own_models_in_secure_sums_begin_with_what_every_site_can_draw() -> None
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": "fedalt_fixed"}, "--personal-models and --second-model stacked a site would score models of"),
+        (
+            {"strategy": "fedalt_fixed"},
+            "--personal-models and --second-model stacked each site scores a model of",
+        ),
+        ({"strategy": "fedalt"}, "without secure sums the server has it; set --secure, or use `atlas run`"),
+        (
+            {"strategy": "feddpa", "second_gate": "input"},
+            "--second-gate input has a second set of tensors beside the model, which no message across machines holds",
+        ),
         (
             {"strategy": "feddpa", "space": "factors", "secure": True, "personal_rounds": 2, "rounds": 4},
             "predicts with the shared model, which each site keeps to itself after --personal-rounds 2 in secure sums",
@@ -101,6 +109,12 @@ def test_a_second_model_stands_beside_the_shared_one_where_the_server_has_that(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_served(validate(with_values(Config(), {"ranks": "4", **values})), replace(SERVICE, late=False))
+
+
+@pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
+def test_a_model_beside_the_mean_of_others_is_served_in_secure_sums(strategy: str) -> None:
+    given = {"strategy": strategy, "ranks": "4", "secure": True}
+    check_served(validate(with_values(Config(), given)), replace(SERVICE, late=False))
 
 
 @pytest.mark.parametrize("strategy", ["kriging", "atlas", "mta", "stb", "fedpac", "classifier_collaboration"])

@@ -1,22 +1,26 @@
-"""Models that never leave their sites (Ditto, MR-MTL, APFL): what a site says, and a server that asks for one."""
+"""Models that never leave their sites (Ditto, MR-MTL, APFL, FedALT): what sites say, and a server that asks for one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from atlas_fl.aggregation.secure_mean import SumGroup
 from atlas_fl.config import Config, validate
+from atlas_fl.deployment import site
 from atlas_fl.errors import DataError
 from atlas_fl.methods.apfl import WEIGHT
-from atlas_fl.params import Params, digest
+from atlas_fl.methods.second_model import initial_gate
+from atlas_fl.params import SHARE, Params, digest
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.protocol.messages import SENT, read_sent, write_packed, write_trees
 from atlas_fl.runtime.protocol.model_sync import model_name
 from tests.hostile.federation import federate
 from tests.hostile.servers import Ended, Lie, Recording, branch, lie_to, record
-from tests.runs.reading import passing_audit, state
+from tests.runs.reading import audited, passing_audit, state
 
 TWO = ("movie-0", "movie-1")
 THREE = (*TWO, "movie-2")
@@ -403,6 +407,155 @@ def test_one_own_model_is_in_the_sum_of_one_round_and_no_other_is(summed: Record
             site.answer({**head, "round": round}, {})
     site._round, site._own = 2, own
     assert site.answer({**head, "round": 2}, write_packed({}))
+
+
+@pytest.fixture(scope="module", params=["fedalt", "fedalt_fixed"])
+def beside(
+    request: pytest.FixtureRequest, shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
+) -> Recording:
+    """Sites that go on with a model of their own beside the mean, of which each has its share."""
+    given = {**GIVEN, "strategy": request.param, "clients_per_task": 3, "secure": True, "max_share": 0.5}
+    made = shared_config(tasks="movie", pack_tokens=1, name=request.param, **given)
+    with patch.object(site, "clear_store", lambda *_: ""):  # what a site goes on from stays for the tests
+        found = record(made, tmp_path_factory.mktemp(request.param), THREE, secure=3)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    return found
+
+
+def mean_of(found: Recording) -> Params:
+    """What the first site was sent of the mean of round one."""
+    (anchor,) = audited(found.found.folder, 1, "anchor")
+    own = {key.removeprefix("movie-0/"): one for key, one in anchor.items() if key.startswith("movie-0/")}
+    return {key: one for key, one in own.items() if key.endswith((".lora_A", ".lora_B"))}
+
+
+@pytest.mark.core
+def test_the_mean_and_ones_share_in_it_are_all_that_comes_and_nothing_but_sums_leaves(beside: Recording) -> None:
+    shared = {*mean_of(beside), SHARE}
+    (shares,) = audited(beside.found.folder, 1, "server")
+    assert sum(float(one) for one in shares.values()) == pytest.approx(1) and len(shares) == 3
+    for name in THREE:
+        turns = beside.spoken[name].turns
+        asked = [(head, tensors) for _, (head, tensors) in turns if head.get("kind") == "job"]
+        scored = [head for head, _ in asked if head["action"] == "evaluate"]
+        assert len(scored) == 4 and all(own_one(head) and head["private"]["ranks"] == [] for head in scored)
+        second = [(head, tensors) for head, tensors in asked if head["action"] == "train" and head["round"] == 2]
+        assert [(head["beside"], len(tensors), head.get("kept")) for head, tensors in second] == [
+            (["companion"], 0, None)
+        ]
+        came = {key for head, tensors in asked if head["round"] or head["action"] == "evaluate" for key in tensors}
+        assert {key.removeprefix(f"{SENT}companion/") for key in came} == shared
+        said = [said for (said, _) in turns if said[0].get("kind") == "result"]
+        assert all({*tensors} <= {"metrics", "cut/"} for _, tensors in said)
+    first, second = (beside.whole[name]["head.classifier.weight"] for name in THREE[:2])
+    assert (first - second).abs().max() > 1e-4
+    passing_audit(beside.found.folder, "server")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("action", ["train", "evaluate", "done"])
+@pytest.mark.parametrize(
+    ("share", "line"),
+    [
+        (1.0, f"'{SHARE}' holds values from 1 to 1; allowed: 0 to 1"),
+        (-0.25, f"'{SHARE}' holds values from -0.25 to -0.25"),
+        (torch.nan, f"'{SHARE}' holds values from nan to nan"),
+        ([0.1, 0.2], f"'{SHARE}' is (2,) torch.float32; allowed: ()"),
+        (1 - 2**-24, "without this site: 'encoder.layer.0."),
+        (0.999, "because honest rounds lead no further, and out of other models' updates texts can be read"),
+    ],
+    ids=["alone", "negative", "nan", "of another shape", "beyond all values", "of no honest round"],
+)
+def test_a_share_makes_nothing_that_honest_rounds_do_not(beside: Recording, action: str, share: Any, line: str) -> None:
+    """What is frozen beside a site's own model, or scored with it, is made of its own model by what the server says."""
+    if action == "done" and share == 0.999:
+        return  # nothing is computed with the model at the end, which is held against the settings alone
+    params = {**mean_of(beside), SHARE: torch.tensor(share)}
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if "done" == head["kind"] == action or (head.get("action") == action == "evaluate" and own_one(head)):
+            return named(head, params), dict(params)
+        if head.get("action") != action or head["round"] != 2:
+            return None
+        return {**head, "beside": []}, write_trees(SENT, {"companion": params})
+
+    ended = branch(beside.spoken["movie-0"], lie)
+    assert line in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+def test_beside_a_model_of_ones_own_stands_what_the_settings_share_and_no_more(beside: Recording) -> None:
+    mean, whole = mean_of(beside), beside.whole["movie-0"]
+    heads = {key: one for key, one in whole.items() if key.startswith("head.")}
+    far = {key: one + 50.0 for key, one in mean.items()}
+    own = said_to(beside, lambda head: head.get("action") == "train" and own_one(head))[0]["private"]
+    for kind, params, line in [
+        ("companion", {**mean, **heads}, "the companion has 'head.classifier."),
+        ("companion", {}, "the companion lacks 'encoder.layer.0."),
+        ("companion", far, "allowed: 20, because honest rounds lead no further"),
+        ("anchor", mean, "the companion lacks 'encoder.layer.0."),
+    ]:
+
+        def lie(
+            head: dict[str, Any], _: dict[str, Any], kind: str = kind, params: Params = params
+        ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+            if head.get("action") != "train" or head["round"] != 2:
+                return None
+            return {**head, "beside": []}, write_trees(SENT, {kind: params})
+
+        ended = branch(beside.spoken["movie-0"], lie)
+        assert line in ended.error and not ended.said_after
+
+    def alone(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        return ({**named(head, {}), "private": own}, {}) if head.get("action") == "evaluate" else None
+
+    ended = branch(beside.spoken["movie-0"], alone)
+    assert "asks for evaluate of a model that never leaves this site" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("beside", ["fedalt"], indirect=True)
+def test_a_gate_begins_at_its_site_and_a_server_makes_none(beside: Recording) -> None:
+    """One that it chose would say which tokens train the site's own adapter."""
+    assert any(key.endswith(".lora_gate") and one[:, :-1].any() for key, one in beside.whole["movie-0"].items())
+    gate = initial_gate(mean_of(beside))
+    kept = {key: torch.full_like(one, 3.0) for key, one in gate.items()}
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != "train" or head["round"] != 1:
+            return None
+        model, sent = read_sent(tensors)
+        model = {**first_start(beside), **model, **kept}
+        return named(head, model), {**model, **write_trees(SENT, sent)}
+
+    ended = branch(beside.spoken["movie-0"], lie)
+    assert "the model of train has 'encoder.layer.0." in ended.error and ".lora_gate'" in ended.error
+
+    def keep(head: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        own = head.get("private") or {}
+        is_second = head.get("action") == "train" and head["round"] == 2
+        return ({**head, "kept": [["gate", own.get("sha256")]]}, tensors) if is_second else None
+
+    ended = branch(beside.spoken["movie-0"], keep)
+    assert "kept[0][0] is 'gate'; allowed: one of momentum, residual" in ended.error
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("beside", ["fedalt_fixed"], indirect=True)
+def test_a_round_has_one_share_and_sites_of_other_shares_have_one_start(beside: Recording) -> None:
+    last = {name: [one.sums for one in beside.spoken[name].workers if one is not None][-1] for name in THREE}
+    first, other, _ = last.values()
+    assert isinstance(first, SumSite) and isinstance(other, SumSite)
+    (keys,) = first._sums
+    group = SumGroup(clients=THREE, keys=keys, what="the adapters")
+    assert first._share != "" and first._claim(group) == other._claim(group)
+    said, share = {"group": {"clients": THREE, "keys": keys, "what": "the adapters"}, "step": "keys", "round": 2}, ""
+    first._sums.clear()
+    share, first._share = first._share, " with share 0.125"
+    with pytest.raises(DataError, match="has answered another sum of the adapters"):
+        first.answer(said, {})
+    first._share = share
+    assert first.answer(said, write_packed({}))
 
 
 @pytest.mark.core

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from atlas_fl.deployment.settings_policy import key_book
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.experiment.export import load_models
 from atlas_fl.experiment.run import run_config
+from atlas_fl.params import SHARE
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
 from atlas_fl.runtime.protocol.messages import read_packed, write_packed
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs, private_key_of
@@ -95,6 +96,8 @@ def test_what_is_not_shared_stays_at_its_site_and_the_rest_is_summed(
         pytest.param("apfl", "by client/second", marks=pytest.mark.core),
         pytest.param("feddpa", "by client/second", marks=(pytest.mark.slow, pytest.mark.product)),
         pytest.param("mr_mtl", "start", marks=pytest.mark.slow),
+        pytest.param("fedalt", "start", marks=pytest.mark.slow),
+        pytest.param("fedalt_fixed", "start", marks=pytest.mark.core),
         pytest.param("fedavg_ft", "start", marks=(pytest.mark.slow, pytest.mark.product)),
         pytest.param("fedbabu", "start", marks=(pytest.mark.slow, pytest.mark.product)),
     ],
@@ -196,7 +199,7 @@ def federated(
 ) -> Callable[..., Recording]:
     """A round of four sites, each of whose exchanges goes through a handler."""
 
-    def run(handler: Handler, **words: Any) -> Recording:
+    def run(handler: Handler, given: Mapping[str, Any] = GIVEN, **words: Any) -> Recording:
         ask, steps = Kept.exchange, dict[str, str]()
 
         def exchange(self: Kept, head: Any, tensors: Any = NO_TENSORS) -> Any:
@@ -206,7 +209,7 @@ def federated(
             return answer
 
         monkeypatch.setattr(Kept, "exchange", exchange)
-        made = config(name="round", **{**GIVEN, "rounds": 1, "eval_every": 1})
+        made = config(name="round", **{**given, "rounds": 1, "eval_every": 1})
         found = record(made, tmp_path, FOUR, how={"least": 1, "deadline": 6}, **words)
         assert found.found.faults == []
         return found
@@ -248,6 +251,27 @@ def test_where_too_many_leave_the_sum_is_lost_and_the_round_goes_on(federated: C
     assert found.found.noted(
         "the sum of the adapters and the head of movie is lost: 2 of 4 clients have answered mask, and 3 are needed"
     )
+
+
+@pytest.mark.slow
+def test_who_leaves_before_its_masked_vector_has_no_share_in_the_mean(federated: Callable[..., Recording]) -> None:
+    """It has trained, and goes on with its own model beside the mean of all others."""
+    found = federated(without(("movie-3", "mask")), {**GIVEN, "strategy": "fedalt", "audit": True})
+    assert (found.found.error, found.found.refused) == (None, {})
+    (shares,) = audited(found.found.folder, 1, "server")
+    told = {name: float(shares[f"{SHARE}/{name}/{SHARE}"]) for name in FOUR}
+    assert told.pop("movie-3") == 0.0 and min(told.values()) > 0.2
+    assert sum(told.values()) == pytest.approx(1)
+    passing_audit(found.found.folder, "server")
+
+
+@pytest.mark.slow
+def test_a_lost_sum_leaves_no_shares(federated: Callable[..., Recording]) -> None:
+    leaves = without(("movie-2", "mask"), ("movie-3", "mask"))
+    found = federated(leaves, {**GIVEN, "strategy": "fedalt_fixed", "audit": True})
+    assert found.found.noted("the sum of the adapters is lost")
+    assert not any(SHARE in name for name in state(found.found.folder))
+    passing_audit(found.found.folder)
 
 
 # servers that lie

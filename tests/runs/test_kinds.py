@@ -113,7 +113,7 @@ NOT_SERVED = {
     "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
     "fedlease_router": "--strategy fedlease_router has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
-    "fedalt": "--second-gate input has a second set of tensors beside the model",
+    "fedalt": "--personal-models and --second-model stacked each site scores a model of its own that stays there",
 }
 """What a server says of methods that stay in one process."""
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}

@@ -98,7 +98,7 @@ def test_fedalt_sends_everyone_the_mean_of_all_with_its_share_and_keeps_its_own(
     passing_audit(folder, "server")
     trained, start, anchor, shares = audited(folder, 2, "trained", "start", "anchor", "server")
     assert {name: float(share) for name, share in shares.items()} == pytest.approx(
-        {f"{SHARE}/movie-{k}": 1 / 3 for k in range(3)}
+        {f"{SHARE}/movie-{k}/{SHARE}": 1 / 3 for k in range(3)}
     )
     for key in {key.split("/", 1)[1] for key in trained}:
         for k in range(3):
@@ -123,7 +123,7 @@ def test_an_audit_finds_a_share_that_was_altered(config: Make, secure: bool) -> 
     passing_audit(folder, "server")
     path = folder / "audit/round-0002/server.safetensors"
     for factor in (1.01, 0.0):
-        alter_tensors(path, lambda shares, factor=factor: shares[f"{SHARE}/movie-1"].mul_(factor))
+        alter_tensors(path, lambda shares, factor=factor: shares[f"{SHARE}/movie-1/{SHARE}"].mul_(factor))
         assert "server" in {row.check for row in audit_run(folder).failures}
 
 

@@ -186,15 +186,13 @@ class MeanWithShares(Mean):
         is_summed = step.run.settings.needs_sums
         if not there or (is_summed and all(np.array_equal(before, after) for before, after in values)):
             return arrays(step.state)
-        told = {k: float(step.told.get(f"{SHARE}/{clients[k]}", 0.0)) for k in there}
+        paths = [f"{SHARE}/{client}/{SHARE}" for client in clients]
+        told = {k: float(step.told.get(paths[k], 0.0)) for k in there}
         members = [k for k in there if told[k] > 0] if is_summed else there
-        candidates = []
-        for bounded in (there, members):
-            shares = dict(zip(bounded, step.shares(bounded), strict=True))
-            total = sum(shares[k] for k in members)
-            candidates.append({k: shares[k] / total for k in members})
+        bounded = [dict(zip(some, step.shares(some), strict=True)) for some in (there, members)]
+        candidates = [{k: shares[k] / sum(shares[one] for one in members) for k in members} for shares in bounded]
         nearest = min(candidates, key=lambda shares: sum(abs(share - told[k]) for k, share in shares.items()))
-        return {f"{SHARE}/{client}": np.array(nearest.get(k, 0.0)) for k, client in enumerate(clients)}
+        return {path: np.array(nearest.get(k, 0.0)) for k, path in enumerate(paths)}
 
 
 class MeanByDistance(Averaging):

@@ -11,6 +11,7 @@ import numpy as np
 
 from atlas_fl.audit import class_features, dense, report, rules, step
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Flat, Models, Run
+from atlas_fl.params import PRIVATE
 
 TOLERANCE = 1e-5
 """Tolerance of a value over the largest of its tensor."""
@@ -79,7 +80,8 @@ def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> It
     kinds = {"control": "corrected"} if run.settings.training.control_variates else {}
     if mixing.second_model != "none" and not mixing.personal_models:
         kinds["second"] = "second"
-    if run.settings.server.second_gate != "none":
+    stays = any(PRIVATE in params for params in run.models_if_any(round, "start").values())
+    if run.settings.server.second_gate != "none" and not stays:  # with its model, at its site
         kinds["gate"] = "gate"
     nouns = {"second": "model"}
     for kind, check in kinds.items():

@@ -26,7 +26,8 @@ from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, select, shared_params
+from atlas_fl.methods.second_model import SecondModel
+from atlas_fl.params import HEAD, LORA_A, LORA_B, SHARE, Params, select, shared_params
 from atlas_fl.planning.leakage import MODELS_A_ROUND
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
@@ -49,6 +50,8 @@ MOST_TOKENS = 2**20
 """Most tokens of one message of a cut client's evaluation."""
 MOST_VALUE = 1e3
 """Largest absolute value of a start model: larger ones can silence the gradients of all examples but a few."""
+MOST_SHARE = 1 - 2**-24
+"""Largest share of a site in a mean that is of others, too: the largest number of float32 below 1."""
 MOST_MEASURED = 3
 """Most rounds in which a site reports what is asked for once: where its answer was late or refused, it is not told."""
 
@@ -228,32 +231,31 @@ class JobPolicy:
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
         return private
 
-    def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
+    def check_model(self, action: str, job: Job, *, is_own: bool, own: Params) -> None:
         """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
 
         Class means to pull features to come with it only where the settings align features, an anchor or a companion
         only where a model of one's own trains, which begins with the weights of the settings. A model that no server
         has made is its client's own. In sums of such models sites hold the anchor against each other's (`SumSite`), so
-        a start is one's own or the initialisation.
+        a start is one's own or the initialisation. To score, the `own` model stands beside the job's.
         """
-        mixing = self.config.mixing
-        part = second_part(self.config) if action == "train" and _is_own(self.config, job) else None
-        if part is not None and (first := part.initial({})):
+        mixing, others = self.config.mixing, dict(job.sent)
+        part = second_part(self.config) if own or (action == "train" and _is_own(self.config, job)) else None
+        if part is not None and not own and (first := part.initial({})):
             weights = {key: ReportTensor(shape=(), least=float(one), most=float(one)) for key, one in first.items()}
             if not is_own:
                 answer_schema.check_tensors(select(job.params, job.params.keys() & first.keys()), weights)
             job = replace(job, params={key: tensor for key, tensor in job.params.items() if key not in first})
-        self._check_tensors(job.params, job.cut, what=f"the model of {action}")
-        is_first = action == "train" and mixing.secure and mixing.personal_models
-        if not is_own:
-            self.starts.check(action, job, is_initial=is_first)
-        others = dict(job.sent)
+        if not own:
+            self._check_tensors(job.params, job.cut, what=f"the model of {action}")
+            is_first = action == "train" and mixing.secure and mixing.personal_models
+            if not is_own:
+                self.starts.check(action, job, is_initial=is_first)
         if part is not None:
-            shared = others.pop(part.role, {})
-            self._check_tensors(shared, None, what=f"the {part.role}")
-            if odd := [key for key, tensor in shared.items() if tensor.shape != job.params[key].shape]:
-                raise _refusal(f"the {part.role} with {odd[0]} {tuple(shared[odd[0]].shape)}", "the model's own shape")
-            self.starts.check(action, replace(job, params=shared), is_anchor=True)
+            shared = job.params if own else others.pop(part.role, {})
+            what = f"the model of {action}" if own else f"the {part.role}"
+            rest = self._check_shared(part, own or job.params, shared, what=what)
+            self.starts.check(action, replace(job, params=rest), is_anchor=True)
         if others:
             method = strategy_of(self.config)
             allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
@@ -298,9 +300,29 @@ class JobPolicy:
             own = {key.removeprefix("param/"): tensor for key, tensor in tensors.items() if key.startswith("param/")}
             self.starts.remember(job, decompress(own, job.params))
 
-    def check_final_model(self, params: Params) -> None:
-        """Raise `ProtocolError` unless this can be the client's own model at the end."""
-        self._check_tensors(params, None, what="the model at the end")
+    def check_final_model(self, params: Params, *, own: Params) -> None:
+        """Raise `ProtocolError` unless this can be the client's own model at the end, or stand beside the `own` one."""
+        part, what = second_part(self.config), "the model at the end"
+        if own and part is not None:
+            self._check_shared(part, own, params, what=what)
+        else:
+            self._check_tensors(params, None, what=what)
+
+    def _check_shared(self, part: SecondModel, own: Params, shared: Params, *, what: str) -> Params:
+        """The part of a shared model that stands beside a client's own one; raises `ProtocolError` for an odd one.
+
+        That is what others have in it, and lies no further from the client's own model than the mean itself allows.
+        """
+        if SHARE in shared:
+            schema = ReportTensor(shape=(), least=0.0, most=MOST_SHARE)
+            answer_schema.check_tensors(select(shared, [SHARE]), {SHARE: schema})
+        mean = {key: tensor for key, tensor in shared.items() if key != SHARE}
+        self._check_tensors(mean, None, what=what, is_shared=True)
+        if odd := [key for key, tensor in mean.items() if tensor.shape != own[key].shape]:
+            raise _refusal(f"{what} with {odd[0]} {tuple(mean[odd[0]].shape)}", "the model's own shape")
+        rest = part.companion(own, shared)
+        self._check_tensors(rest, None, what=f"{what} without this site", is_shared=True)
+        return rest
 
     def _check_repeats(self, action: str, job: Job, private: messages.PrivateRef | None) -> None:
         kind = (action, job.round, getattr(job.options, "split", ""), getattr(job.options, "second_model", ""))
@@ -360,9 +382,13 @@ class JobPolicy:
     def _most_rank(self) -> int:
         return max(self.config.ranks.candidates)
 
-    def _check_tensors(self, params: Params, cut: Cut | None, *, what: str) -> None:
-        """Raise `ProtocolError` unless these are this site's tensors with this cut, at ranks of the settings."""
-        names = self.outline.names(cut)
+    def _check_tensors(self, params: Params, cut: Cut | None, *, what: str, is_shared: bool = False) -> None:
+        """Raise `ProtocolError` unless these are this site's tensors with this cut, at ranks of the settings.
+
+        Of a model that `is_shared` those that the settings share.
+        """
+        share = self.config.mixing.share if is_shared else ("A", "B", "head")
+        names = self.outline.names(cut) & shared_params(self.outline.like, share).keys()
         if odd := sorted(params.keys() ^ names):
             kind = "has" if odd[0] in params else "lacks"
             raise ProtocolError(

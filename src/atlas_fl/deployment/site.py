@@ -26,12 +26,13 @@ from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, first_of, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore, tell_notes
-from atlas_fl.experiment.export import export_model
+from atlas_fl.experiment.export import export_model, is_gated
 from atlas_fl.experiment.summary import versions
+from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
-from atlas_fl.params import Params
+from atlas_fl.params import LORA_GATE, Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.client_privacy import cost_of_run, noisy_settings
 from atlas_fl.plugins import pin_plugins
@@ -60,6 +61,10 @@ from atlas_fl.setup.options import keeps_models, scale_of, second_part, share_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
+from atlas_fl.storage.tensors import write_tensors
+
+GATED_MODEL = "gated_model.safetensors"
+"""The file of a site's own model whose adapters a gate weighs."""
 
 
 def _share(config: Config, job: Job) -> tuple[str, ...]:
@@ -110,7 +115,6 @@ class SiteRuntime:
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         store, part = None, second_part(config)
-        weights = {} if part is None else part.initial({})  # a model of one's own has them beside the others
         keeps_parts = not self._is_full and (keeps_models(config) or not is_fully_shared(config.mixing.share))
         if keeps_parts or config.images.carry_momentum or config.training.error_feedback:
             check_store(private, owner)
@@ -119,8 +123,8 @@ class SiteRuntime:
                 folder=private,
                 owner=owner,
                 share=partial(_share, config),
-                names=lambda cut: self._names(cut).union(weights),
-                draw=lambda ranks: {**self._initial_params(ranks), **weights},
+                names=lambda cut: self._names(cut).union(self._own_weights),
+                draw=lambda ranks: {**self._initial_params(ranks), **self._own_weights},
                 scale=scale_of(config),
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
@@ -137,7 +141,7 @@ class SiteRuntime:
         self.model = model_identity(self.known, has_weights=self._site is not None)
         self.receiver = model_receiver(self.known, config, is_full=self._is_full, store=store)
         if store is not None and part is not None and part.role == "companion":
-            self.receiver.combine = partial(part.combine, gate={})
+            self.receiver.combine = partial(combine_models, part)
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
@@ -200,6 +204,15 @@ class SiteRuntime:
             whole=self._is_full,
         )
 
+    @cached_property
+    def _own_weights(self) -> Params:
+        """Tensors that a model of the client's own has beside the others: a weight, or a gate."""
+        part = second_part(self._config)
+        if part is None:
+            return {}
+        _, modules = self._outline
+        return {**part.initial({}), **part.initial_gate(self._initial_params(dict.fromkeys(modules, 1)))}
+
     def _names(self, cut: Cut | None) -> frozenset[str]:
         """The trainable tensors of this client with this cut."""
         whole, modules = self._outline
@@ -216,10 +229,24 @@ class SiteRuntime:
         return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
 
 
+def combine_models(part: SecondModel, own: Params, shared: Params) -> Params:
+    """The model that a client predicts with, of its own, whose gate is among the tensors, and of the shared one."""
+    gate = {key: tensor for key, tensor in own.items() if key.endswith(LORA_GATE)}
+    model = {key: tensor for key, tensor in own.items() if key not in gate}
+    return part.combine(model, part.companion(model, shared), gate)
+
+
 def export_own_model(
     home: SiteRuntime, config: Config, client: ClientData, model: Params, to: Path, *, on_event: OnEvent
 ) -> None:
-    """Write the client's own model: adapters in PEFT's format, a whole one as transformers loads it."""
+    """Write the client's own model: adapters in PEFT's format, a whole one as transformers loads it.
+
+    PEFT has no adapter with a gate, so that of such a model are the tensors, named as in a run.
+    """
+    if is_gated(model):
+        write_tensors(to / GATED_MODEL, model)
+        on_event(Note(f"PEFT has no adapter with a gate: {GATED_MODEL} has this model's tensors"))
+        return
     lines = export_model(
         model,
         to,
@@ -323,6 +350,7 @@ def _sums(config: Config, joining: SiteOptions, *, secret: Path, examples: int) 
         identity=identity,
         settings=noisy_settings(config, (certs.name,)),
         least=max(LEAST, joining.secure),
+        is_own=config.mixing.personal_models,
         secret=load_or_create_secret(secret),
         pay=SumRecord(path=secret.with_name(f"{certs.name}-sums")).pay,
     )

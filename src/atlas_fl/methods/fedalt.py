@@ -17,8 +17,8 @@ import torch
 
 from atlas_fl.methods.averages import Averaging
 from atlas_fl.methods.feddpa import FedDpa
-from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs, tensors_of
-from atlas_fl.params import PRIVATE, SHARE, ByClient, TreesByClient, shared_params
+from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
+from atlas_fl.params import SHARE, ByClient, TreesByClient, params_by_client, shared_params
 
 
 class FedAvgOfOthers(Averaging):
@@ -35,7 +35,8 @@ class FedAvgOfOthers(Averaging):
             shares = dict(zip(inputs.federation.clients, row))
         if not shares:
             return done
-        return replace(done, server_state={SHARE: {client: torch.tensor(float(s)) for client, s in shares.items()}})
+        state = {client: {SHARE: torch.tensor(float(share))} for client, share in shares.items()}
+        return replace(done, server_state={SHARE: state})
 
 
 class PersonalAdapters(FedDpa):
@@ -46,23 +47,17 @@ class PersonalAdapters(FedDpa):
 
     def _companions(self, round: RoundStart) -> ByClient:
         """The shared part of the last aggregation, with each client's share in it where the method knows that."""
-        shares = tensors_of(round.server_state, SHARE)
-        return {
-            name: {
-                **shared_params(params, self.options.share),
-                **({SHARE: shares[name]} if name in shares else {}),
-            }
-            for name, params in round.server_models.items()
-        }
+        means = {name: shared_params(mean, self.options.share) for name, mean in round.server_models.items()}
+        shares = params_by_client(round.server_state, SHARE)
+        return {name: {**mean, **shares.get(name, {})} for name, mean in means.items()}
 
     def send(self, round: RoundStart) -> TreesByClient:
         """The mixture of the last aggregation as companion."""
         return {"companion": self._companions(round)}
 
     def keep(self, round: RoundStart) -> TreesByClient:
-        """The gates; that of a model which stays at its site lies there with it."""
-        models = {name: round.client_models[name] for name in round.clients}
-        return {"gate": self.gates(round, {name: own for name, own in models.items() if PRIVATE not in own})}
+        """The gates."""
+        return {"gate": self.gates(round, {name: round.client_models[name] for name in round.clients})}
 
     def predict(self, round: RoundStart) -> ByClient:
         """A client's own model, stacked on the mixture."""

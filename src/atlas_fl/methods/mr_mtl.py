@@ -9,7 +9,7 @@ cross-silo federated learning", arXiv:2206.07902; Evgeniou and Pontil 2004.
 
 from atlas_fl.methods.method import RoundStart
 from atlas_fl.methods.second_model import SecondModel
-from atlas_fl.params import ByClient, TreesByClient
+from atlas_fl.params import TreesByClient
 
 
 class PersonalModels(SecondModel):
@@ -23,8 +23,3 @@ class PersonalModels(SecondModel):
     def send(self, round: RoundStart) -> TreesByClient:
         """The mixture of the last aggregation as anchor."""
         return {"anchor": round.server_models}
-
-    def predict(self, round: RoundStart) -> ByClient:
-        """A client's own model."""
-        del round
-        return {}

@@ -122,11 +122,10 @@ class SecondModel(Part):
     def gates(self, round: RoundStart, models: ByClient) -> ByClient:
         """The gate of every client, that before its first round where it has none yet; empty without `--second-gate`.
 
-        `models` say which layers are adapted.
+        `models` say which layers are adapted. The gate of a model that stays at its site lies there with it.
         """
-        known = round.of("gate")
-        gates = {name: known.get(name) or self.initial_gate(model) for name, model in models.items()}
-        return {name: gate for name, gate in gates.items() if gate}
+        known, here = round.of("gate"), {name: own for name, own in models.items() if PRIVATE not in own}
+        return {name: known.get(name) or self.initial_gate(own) for name, own in here.items()}
 
     def initial_gate(self, model: Params) -> Params:
         """The gate before its first round; empty without `--second-gate`."""

@@ -16,7 +16,7 @@ from typing import Any
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
-from atlas_fl.params import HEAD, Params, digest, select, shared_params
+from atlas_fl.params import HEAD, SHARE, Params, digest, select, shared_params
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
 from atlas_fl.runtime.transport.frames import Head, Message
@@ -42,6 +42,8 @@ class SumSite:
     settings: SumSettings
     least: int = LEAST
     """Fewest clients, which began with its model, that it is in a sum with, itself one of them."""
+    is_own: bool = False
+    """It goes on with a model of its own, which is summed (`--personal-models`)."""
     secret: bytes = b""
     """The site's own, from which its share of the noise is drawn."""
     pay: Callable[[Mapping[str, str]], None]
@@ -54,6 +56,8 @@ class SumSite:
     """The shared part of the model that this round began with."""
     _own: str = ""
     """The digest of the model of its own that it went on with in this round, where it has one."""
+    _share: str = ""
+    """Words on its share in the mean beside that model, where it has one."""
     _trained: Params = field(default_factory=dict)
     """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
     _change: Params = field(default_factory=dict)
@@ -64,13 +68,17 @@ class SumSite:
     def withhold(self, job: Job, trained: Params, head: Head, tensors: Params) -> Message:
         """The answer to a job of training without the trained tensors.
 
-        A model that a client goes on with by itself is summed too, and what all begin with is then its anchor. One that
-        it keeps for itself, its second or that of a personal round, is not.
+        A model that a client goes on with by itself is summed too, and what all begin with is then its anchor, or its
+        companion but for the client's own share. One that it keeps for itself, its second or that of a personal round,
+        is not.
         """
-        options, share = job.options, self.settings.share
-        if options.second_model == "none" and not options.is_personal(job.round):
-            self._round, self._start = job.round, shared_params(job.sent.get("anchor", job.params), share)
-            self._own = digest(job.params) if "anchor" in job.sent else ""
+        options, share, is_own = job.options, self.settings.share, self.is_own
+        if (is_own or options.second_model == "none") and not options.is_personal(job.round):
+            common = {**job.sent.get("anchor", {}), **job.sent.get("companion", {})} if is_own else dict(job.params)
+            own_share = common.pop(SHARE, None)
+            self._round, self._start = job.round, shared_params(common, share)
+            self._own = digest({**job.params, **job.kept.get("gate", {})}) if is_own else ""
+            self._share = "" if own_share is None else f" with share {float(own_share)}"
             self._trained = {**self._start, **shared_params(trained, share)}
             if self.settings.clip:
                 self._change = clipped_change(self._start, self._trained, self.settings.clip)
@@ -91,7 +99,7 @@ class SumSite:
             self._check(group, round=read(int, head.get("round"), "the server's sum: round"))
             if self._own:  # two sums that one site alone began otherwise would show what that makes of its model
                 run, place = self.settings.run, f"round {self._round}"
-                self._pay(group, f"of {run}, own start in {place}", self._own)
+                self._pay(group, f"of {run}, own start in {place}", self._own + self._share)
                 self._pay(group, f"of {run}, round of own start {self._own}", place)
             vector = self.settings.vector(group, self.identity.name, self._trained, self._change)
             terms = self.settings.terms(group, round=self._round)

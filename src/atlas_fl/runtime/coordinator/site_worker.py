@@ -37,17 +37,17 @@ class Policy(Protocol):
     def check_private(self, head: Head) -> Any:
         """Check the ranks that a message names of what stays here, before anything of them is drawn."""
 
-    def check_model(self, action: str, job: Job, *, is_own: bool) -> None:
+    def check_model(self, action: str, job: Job, *, is_own: bool, own: Params) -> None:
         """Check the model of a job, and the tensors beside it, before anything is computed.
 
-        A model that `is_own` was not made by a server.
+        A model that `is_own` was not made by a server. With an `own` model the job's is combined.
         """
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Check the tensors of an answer, before it is sent."""
 
-    def check_final_model(self, params: Params) -> None:
-        """Check the client's final model, before it is saved."""
+    def check_final_model(self, params: Params, *, own: Params) -> None:
+        """Check the client's final model, with which an `own` one is combined, before it is saved."""
 
 
 class JobCancelledError(Exception):
@@ -125,8 +125,9 @@ class SiteClient:
         self.policy.check_private(head)
         model = self.receiver.read_final_model(head, tensors)
         if model:
-            self.policy.check_final_model(model)
-            model = self.receiver.predicting_model(model)
+            own = self.receiver.own_model(model)
+            self.policy.check_final_model(model, own=own)
+            model = self.receiver.predicting_model(own, model)
             sha256 = str(head.get("sha256"))
             self.on_final_model(model, sha256)
             if not confirm_saved(self.link, sha256):
@@ -158,9 +159,9 @@ class SiteClient:
             when = f"round {job.round}" if job.round else "for the plan"
             beside = action == "train" and job.options.second_model != "none"
             self.on_event(PhaseStarted(f"{action}{' a model of its own' if beside else on}, {when}"))
-            self.policy.check_model(action, job, is_own=self.receiver.is_own)
-            if action == "evaluate":
-                job = replace(job, params=self.receiver.predicting_model(job.params))
+            own = self.receiver.own_model(job.params) if action == "evaluate" else {}
+            self.policy.check_model(action, job, is_own=self.receiver.is_own, own=own)
+            job = replace(job, params=self.receiver.predicting_model(own, job.params))
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
                 (update,) = ACTIONS[action]([job], site)

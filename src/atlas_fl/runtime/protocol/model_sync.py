@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import PRIVATE, Params, digest, split_body_and_head
+from atlas_fl.params import LORA_GATE, PRIVATE, Params, digest, split_body_and_head
 from atlas_fl.partial_sharing import digest_tensor, private_digest, transmitted_params, unshared_keys
 from atlas_fl.runtime.protocol import messages, private_params
 from atlas_fl.runtime.transport.frames import Head, Message
@@ -212,14 +212,18 @@ class Receiver:
             own = [] if reference is None or reference.sha256 is None else [reference.sha256]
             self.store.use([*own, *named.values()], job.round)
             kept = {kind: self.store.tree(kind, sha256) for kind, sha256 in named.items()}
-            is_pair = self.combine is not None and reference is not None and bool(params)
+            is_named = reference is not None and (action == "evaluate" or reference.sha256 is not None)
+            is_pair = self.combine is not None and is_named and bool(params)
             if not is_pair:
-                job = replace(job, params=self.store.whole(*self._opened, cut=job.cut, round=job.round))
+                whole = self.store.whole(*self._opened, cut=job.cut, round=job.round)
+                gate = {key: one for key, one in whole.items() if key.endswith(LORA_GATE) and key not in params}
+                kept |= {"gate": gate} if gate else {}
+                job = replace(job, params={key: one for key, one in whole.items() if key not in gate})
             # beside tensors that came stands what no job shares, and no part of a model of the client's own
             share = self.store.share(replace(job, options=None) if params else job)
             hidden = {*unshared_keys(job.params, share)}
             # scores of a whole model show nothing of it, and those beside tensors of the server's choice do, unless
-            # these are the shared model (`predicting_model`), which the policy holds against what honest rounds produce
+            # these are the shared model (`own_model`), which the policy holds against what honest rounds produce
             is_scored = action == "evaluate" and (not params if self.combine is None else is_pair)
             if not is_scored and (is_pair or not job.params.keys() - params.keys() <= hidden):
                 raise ProtocolError(
@@ -240,18 +244,26 @@ class Receiver:
         params, reference = self._opened
         return reference is not None and not params
 
-    def predicting_model(self, params: Params) -> Params:
-        """The model of an evaluation or of the end of the run: this one, or combined with the own one that is named."""
+    def own_model(self, shared: Params) -> Params:
+        """The own model that the newest evaluation or the end of the run names beside this shared one; empty if none.
+
+        Its gate is among the tensors.
+        """
         reference = self._opened[1]
-        if self.store is None or self.combine is None or reference is None or reference.sha256 is None:
-            return params
-        return self.combine(self.store.own_model(reference.sha256, params), params)
+        if self.store is None or self.combine is None or reference is None:
+            return {}
+        return self.store.own_model(reference.sha256, shared)
+
+    def predicting_model(self, own: Params, shared: Params) -> Params:
+        """The model of an evaluation or of the end of the run: the shared one, or combined with the own one."""
+        return self.combine(own, shared) if own and self.combine is not None else shared
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> Message:
         """The message with this update: its shared part and the name of the rest, under a mask the masked values."""
         private: dict[str, Any] = {}
         if self.store is not None:
-            kept = [[kind, self.store.keep_tree(kind, tree, job.round)] for kind, tree in update.kept.items()]
+            named = {kind: tree for kind, tree in update.kept.items() if kind != "gate"}  # that is kept with its model
+            kept = [[kind, self.store.keep_tree(kind, tree, job.round)] for kind, tree in named.items()]
             update, reference = self.store.split_private(update, job, *self._opened)
             private = {} if reference is None else {"private": asdict(reference)}
             private |= {"kept": kept} if kept else {}

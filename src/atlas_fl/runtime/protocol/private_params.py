@@ -20,7 +20,7 @@ import torch
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
+from atlas_fl.params import LORA_A, LORA_B, PRIVATE, SHARE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
 from atlas_fl.runtime.protocol.messages import PrivateRef
 from atlas_fl.split.channel import Cut
@@ -160,9 +160,9 @@ class PrivateParamStore:
         reference = PrivateRef(sha256=None) if is_first else reference
         if update.params is job.params or reference is None or not unshared or unshared[0] not in update.params:
             return update, None
-        private_params = select(update.params, unshared)
+        private_params = {**select(update.params, unshared), **update.kept.get("gate", {})}
         private = reference
-        if any(tensor is not job.params[key] for key, tensor in private_params.items()):
+        if any(tensor is not job.params.get(key) for key, tensor in private_params.items()):
             private = PrivateRef(sha256=self._keep(private_params, job.round))
         left = {key: tensor for key, tensor in update.params.items() if key not in private_params}
         if is_first:
@@ -174,10 +174,17 @@ class PrivateParamStore:
             update = replace(update, loaded=digest(seen_by_server))
         return update, private
 
-    def own_model(self, sha256: str, shared: Params) -> Params:
-        """The client's own model of this digest; raises `ModelError` where it is not one beside this shared model."""
-        own = self._read(sha256)
-        if own.keys() != self.names(None) or any(own[key].shape != tensor.shape for key, tensor in shared.items()):
+    def own_model(self, sha256: str | None, shared: Params) -> Params:
+        """The client's own model of this digest, or as it is drawn at the ranks of this shared one.
+
+        Raises `ModelError` where it is not one beside this shared model.
+        """
+        names = self.names(None)
+        known = {key: len(one) for key, one in shared.items() if key.endswith(LORA_A) and one.ndim}
+        ranks = {_module(key): known.get(key, 1) for key in names if key.endswith(LORA_A)}
+        own = self.draw(ranks) if sha256 is None else self._read(sha256)
+        odd = [key for key, one in shared.items() if key != SHARE and (key not in own or own[key].shape != one.shape)]
+        if own.keys() != names or odd:
             raise _other_kind("a model beside the shared one")
         return own
 
