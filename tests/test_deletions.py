@@ -63,6 +63,7 @@ WRITERS: Mapping[str, str] = {
     "cli/sweep.py": "beside the runs, under a name that has a digest of them",
     "deployment/server.py": "in a run's folder",
     "deployment/receipt.py": "into a folder of drafts",
+    "deployment/site.py": "a model with a gate, into a folder of drafts",
     "deployment/service.py": "in a run's folder",
     "deployment/privacy_record.py": "over a sealed record, which it has read",
     "runtime/remote.py": "in a run's folder, over a sealed file, which it has read",

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 
+from atlas_fl.experiment.export import load_models
+from atlas_fl.params import SHARE
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import read_rows
+from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federations, adapters, sorted_ledger
-from tests.runs.reading import passing_audit, rows
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runtime.conftest import Proxy
 
 pytestmark = pytest.mark.slow
@@ -71,6 +74,33 @@ def test_no_fault_changes_a_bit(federation: Federations, settings: Mapping[str, 
         [row for row in sorted_ledger(folder) if "'halves'" in row] for folder in (fed.served.path, fed.simulated)
     )
     assert sent == expected and len(sent) >= halves
+
+
+def test_an_own_adapter_and_its_gate_go_on_from_their_site_after_faults(federation: Federations) -> None:
+    """In secure sums nobody else has them: a site is killed as it trains, and the server after its second round."""
+    sites = {f"movie-{k}": device for k, device in enumerate(("cpu_2gb", "cpu_2gb", "laptop_8gb"))}
+    given = {"strategy": "fedalt", "ranks": "4", "secure": True, "clients_per_task": 3, "rounds": 4, "eval_every": 1}
+    fed = federation(sites=sites, **given)
+    server, port = fed.serve("--no-late")
+    first, *others = (fed.join(name, port, "--secure", "3") for name in sites)
+    first.wait_for("train a model of its own, round 2")
+    first.kill()
+    server.wait_for("movie-0 is gone")
+    again = fed.join("movie-0", port, "--secure", "3")
+    server.wait_for("round 2/")
+    server.kill()
+    last, _ = fed.serve("--no-late", port=port)
+    for site in (again, *others):
+        site.end()
+    assert "resumed after round" in last.end()
+    models = load_models(RunFolder(fed.simulated))
+    for name, model in models.items():
+        assert same_tensors(model, read_tensors(fed.folder / f"{name}-adapter/gated_model.safetensors"))
+    assert any(key.endswith(".lora_gate") and bool(one[:, :-1].any()) for key, one in models["movie-0"].items())
+    served, simulated = state(fed.served.path), state(fed.simulated)
+    shares = {key for key in simulated if SHARE in key}
+    assert len(shares) == 3 and same_tensors(*({key: one[key] for key in shares} for one in (served, simulated)))
+    passing_audit(fed.served.path, "server")
 
 
 def test_a_round_goes_on_without_who_is_away(federation: Federations) -> None:
