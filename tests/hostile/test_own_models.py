@@ -331,6 +331,25 @@ def test_a_companion_is_of_the_second_model_and_of_its_shapes(
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("action", ["train", "evaluate"])
+def test_no_share_comes_with_a_shared_model_that_nobody_takes_itself_out_of(
+    paired: Recording, tmp_path: Path, action: str
+) -> None:
+    params = {**first_start(paired), SHARE: torch.tensor(0.5)}
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != action or not own_one(head):
+            return None
+        if action == "evaluate":
+            return named(head, params), dict(params)
+        return {**head, "beside": []}, write_trees(SENT, {"companion": params})
+
+    ended = turned(paired, lie, tmp_path)
+    what = "companion" if action == "train" else "model of evaluate"
+    assert f"the {what} has '{SHARE}'" in ended.error and not ended.said_after
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("paired", ["apfl"], indirect=True)
 def test_the_weight_of_a_model_of_ones_own_begins_as_the_settings_say(paired: Recording, tmp_path: Path) -> None:
     """A server that chose it anew would score its own model, or the site's."""

@@ -207,6 +207,7 @@ AS_FEDIT = ("fedavg_by_rank_one", "fedavg_of_cores", "fedavg_of_heads")
 AS_FEDAVG = {
     # ranks are equal here, and what is looked at are products
     **dict.fromkeys(("fedavg", "fedavg_by_rank", "fedavg_in_levels", "fedavg_orthonormal"), KEYS),
+    "fedavg_of_others": KEYS,  # each client takes itself out of what it is sent
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
     **dict.fromkeys(

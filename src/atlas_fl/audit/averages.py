@@ -180,15 +180,17 @@ class MeanWithShares(Mean):
         In sums they are of the clients that have a share, bounded among these or among all that took part: who left is
         in no record.
         """
-        clients, there = step.plan.clients, step.there(range(step.num_clients))
-        key = next(key for key in step.before[clients[0]] if key.endswith(LORA_A))
-        values = [(step.value(step.before, k, key), step.value(step.trained, k, key)) for k in there]
-        is_summed = step.run.settings.needs_sums
-        if not there or (is_summed and all(np.array_equal(before, after) for before, after in values)):
-            return arrays(step.state)
-        paths = [f"{SHARE}/{client}/{SHARE}" for client in clients]
+        there, is_summed = step.there(range(step.num_clients)), step.run.settings.needs_sums
+        paths = [f"{SHARE}/{client}/{SHARE}" for client in step.plan.clients]
         told = {k: float(step.told.get(paths[k], 0.0)) for k in there}
         members = [k for k in there if told[k] > 0] if is_summed else there
+        is_lost = is_summed and all(
+            np.array_equal(step.value(step.before, k, key), step.value(step.trained, k, key))
+            for k in there
+            for key in step.compared(step.before, [k], lambda key: key.endswith(LORA_A))
+        )
+        if not members or is_lost:
+            return arrays(step.state)
         bounded = [dict(zip(some, step.shares(some), strict=True)) for some in (there, members)]
         candidates = [{k: shares[k] / sum(shares[one] for one in members) for k in members} for shares in bounded]
         nearest = min(candidates, key=lambda shares: sum(abs(share - told[k]) for k, share in shares.items()))

@@ -133,8 +133,9 @@ class Job:
     """Which weights may move; None for all."""
     sent: Trees = field(default_factory=dict)
     """Tensors that the server sends beside the model, by kind: `anchor`, the point that the proximal term pulls to in
-    the place of `params`; `companion`, the shared model that a client's second one is combined with; `correction`,
-    added to every gradient; `centroids`, the means of classes that features are pulled to."""
+    the place of `params`; `companion`, the shared model that a client's second one is combined with, and
+    under FedALT the client's share in it; `correction`, added to every gradient; `centroids`, the means of classes that
+    features are pulled to."""
     kept: Trees = field(default_factory=dict)
     """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer,
     the `gate` that weighs the job's model against its companion by the input, and the `residual` of its filters."""

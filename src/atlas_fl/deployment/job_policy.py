@@ -309,14 +309,15 @@ class JobPolicy:
             self._check_tensors(params, None, what=what)
 
     def _check_shared(self, part: SecondModel, own: Params, shared: Params, *, what: str) -> Params:
-        """The part of a shared model that stands beside a client's own one; raises `ProtocolError` for an odd one.
+        """The model that a client's own one is combined with: the shared one, or what others have in it.
 
-        That is what others have in it, and lies no further from the client's own model than the mean itself allows.
+        Raises `ProtocolError` where either has not the tensors of this site that the settings share, finite and of the
+        shapes of the client's own, and for a share that no mean of several has.
         """
-        if SHARE in shared:
-            schema = ReportTensor(shape=(), least=0.0, most=MOST_SHARE)
-            answer_schema.check_tensors(select(shared, [SHARE]), {SHARE: schema})
-        mean = {key: tensor for key, tensor in shared.items() if key != SHARE}
+        share = {key: tensor for key, tensor in shared.items() if key == SHARE and part.tells_share}
+        if share:
+            answer_schema.check_tensors(share, {SHARE: ReportTensor(shape=(), least=0.0, most=MOST_SHARE)})
+        mean = {key: tensor for key, tensor in shared.items() if key not in share}
         self._check_tensors(mean, None, what=what, is_shared=True)
         if odd := [key for key, tensor in mean.items() if tensor.shape != own[key].shape]:
             raise _refusal(f"{what} with {odd[0]} {tuple(mean[odd[0]].shape)}", "the model's own shape")

@@ -42,6 +42,8 @@ class FedAvgOfOthers(Averaging):
 class PersonalAdapters(FedDpa):
     """`--personal-models` with `--second-model stacked`: what the server mixes stands frozen beside the own adapter."""
 
+    tells_share = True
+
     def own_training(self, round: RoundStart) -> None:
         """None: the model of its own is the one that trains."""
 

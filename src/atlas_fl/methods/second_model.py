@@ -45,6 +45,9 @@ class SecondModel(Part):
     role: ClassVar[str] = "companion"
     """The kind under which the shared model goes to the second training: an `anchor` pulls it by the second weight."""
 
+    tells_share: ClassVar[bool] = False
+    """The shared model may come with the client's share in it."""
+
     # at the client
 
     def companion(self, own: Params, shared: Params) -> Params:
