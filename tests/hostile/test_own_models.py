@@ -560,6 +560,23 @@ def test_a_gate_begins_at_its_site_and_a_server_makes_none(beside: Recording) ->
 
 
 @pytest.mark.core
+def test_a_site_whose_training_failed_is_scored_with_the_model_that_it_draws(beside: Recording) -> None:
+    number = {"encoder.layer.0.attention.self.query.lora_A": torch.tensor(1.0)}
+    for odd, kind, line in (({}, "result", ""), (number, "failed", "a model beside the shared one what is none")):
+
+        def lie(
+            head: dict[str, Any], tensors: dict[str, Any], odd: Params = odd
+        ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+            if head.get("action") != "evaluate":
+                return None
+            drawn = {**head, "private": {"sha256": None, "ranks": []}}
+            return (named(drawn, odd), dict(odd)) if odd else (drawn, tensors)
+
+        ended = branch(beside.spoken["movie-0"], lie)
+        assert ended.said_after[0][0]["kind"] == kind and line in ended.error
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("beside", ["fedalt_fixed"], indirect=True)
 def test_a_round_has_one_share_and_sites_of_other_shares_have_one_start(beside: Recording) -> None:
     last = {name: [one.sums for one in beside.spoken[name].workers if one is not None][-1] for name in THREE}
