@@ -19,8 +19,8 @@ from atlas_fl.data.task import (
     Source,
     Task,
     TaskData,
-    _read,
     file_signature,
+    forget,
     load_task,
     read_once,
 )
@@ -48,7 +48,7 @@ def test_unchanged_files_are_read_once_and_what_was_not_used_for_longest_goes_fi
         calls.append(name)
         return rows(name)
 
-    _read.cache_clear()
+    forget()
     first = read_once(read, "a", files=(path,))
     assert read_once(read, "a", files=(path,)) is first
     for key in range(MOST_KEPT):
@@ -137,7 +137,7 @@ def test_sources_that_cut_splits_differently_share_nothing() -> None:
 
 def test_threads_that_ask_together_read_once(tmp_path: Path) -> None:
     calls, together = list[object](), Barrier(4)
-    _read.cache_clear()
+    forget()
 
     def slow() -> Rows:
         calls.append(None)
@@ -176,7 +176,7 @@ def test_a_registered_task_names_every_file_that_it_opens(name: str, monkeypatch
     monkeypatch.setattr(Path, "open", watched)
     TASKS[name].load(SOURCE)  # what the package itself reads once, such as its list of assets
     opened.clear()
-    _read.cache_clear()
+    forget()
     TASKS[name].load(SOURCE)
     assert files is not None
     assert opened

@@ -156,9 +156,11 @@ class EvaluateOptions(OneRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(OneRunOptions):
+class GenerateOptions(RunsDirOptions):
     """Let a client's model of a finished run write what follows a text."""
 
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
     text: Annotated[str, Positional("TEXT")]
     """The prompt."""
     client: str

@@ -284,3 +284,8 @@ def _entries(path: Path, *, above: tuple[tuple[int, int], ...]) -> Iterator[tupl
     yield str(path), (*folder, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     for child in inner:
         yield from _entries(child, above=(*above, folder))
+
+
+def forget() -> None:
+    """Drop all that was read."""
+    _read.cache_clear()
