@@ -56,7 +56,8 @@ def _of_method(name: str) -> Case:
     personal = {"personal_rounds": 1} if row and "personal_rounds" in row.suggested else {}
     space = {"space": "factors"} if RULES.get(name) and RULES[name].in_factors else {}
     dynamic = {"proximal_mu": 0.1} if name == "fedavg_dynamic" else {}
-    return Case(settings={**SMALL, "strategy": name, "ranks": ranks, **personal, **space, **dynamic})
+    whole = {"participation": 1.0} if (row.rule if row else name) == "fedavg_by_arrival" else {}
+    return Case(settings={**SMALL, "strategy": name, "ranks": ranks, **personal, **space, **dynamic, **whole})
 
 
 def _cases() -> dict[str, Case]:
