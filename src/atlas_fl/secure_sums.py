@@ -268,6 +268,11 @@ class SumClient:
         """The client's."""
         return self.identity.name
 
+    @property
+    def examples(self) -> dict[str, int]:
+        """Training examples of the clients whose keys came, which these have signed."""
+        return {name: key.examples for name, key in self._keys.items()}
+
     def answer(self, step: str, told: Messages) -> Messages:
         """The answer to this step."""
         if STEPS[self._said : self._said + 1] != (step,):
@@ -315,7 +320,7 @@ class SumClient:
                     " does not keep to the protocol; nothing more of this sum was sent"
                 ) from None
         self._check_claims(self._shares)
-        total = self.terms.quantise(self.vector({name: key.examples for name, key in self._keys.items()}))
+        total = self.terms.quantise(self.vector(self.examples))
         if self.noise is not None:
             total += self.noise
         add_mask(total, self._own)

@@ -560,6 +560,26 @@ def test_a_gate_begins_at_its_site_and_a_server_makes_none(beside: Recording) ->
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("beside", ["fedalt_fixed"], indirect=True)
+def test_a_site_has_no_larger_share_than_the_examples_of_all_give_it(beside: Recording) -> None:
+    """Sites of which each began beside another rest of the world could stand still, so that a sum shows the last."""
+    (shares,) = audited(beside.found.folder, 1, "server")
+    own = float(shares[f"{SHARE}/movie-0/{SHARE}"])
+    for lie_by, error in ((0.02, f"a share of {own + 0.02:.3g} in the mean; allowed: {own:.3g} by the"), (0.0, "")):
+        params = {**mean_of(beside), SHARE: torch.tensor(own + lie_by)}
+
+        def lie(
+            head: dict[str, Any], _: dict[str, Any], params: Params = params
+        ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+            if head.get("action") != "train" or head["round"] != 2:
+                return None
+            return {**head, "beside": []}, write_trees(SENT, {"companion": params})
+
+        ended = branch(beside.spoken["movie-0"], lie)
+        assert error in ended.error and bool(ended.said_after) is not bool(error)
+
+
+@pytest.mark.core
 def test_a_site_whose_training_failed_is_scored_with_the_model_that_it_draws(beside: Recording) -> None:
     number = {"encoder.layer.0.attention.self.query.lora_A": torch.tensor(1.0)}
     for odd, kind, line in (({}, "result", ""), (number, "failed", "a model beside the shared one what is none")):

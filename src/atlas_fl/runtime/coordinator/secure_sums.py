@@ -58,6 +58,8 @@ class SumSite:
     """The digest of the model of its own that it went on with in this round, where it has one."""
     _share: str = ""
     """Words on its share in the mean beside that model, where it has one."""
+    _most: float = 0.0
+    """Its largest share in a mean of as few clients as a sum may have; 0 until it knows the examples of others."""
     _trained: Params = field(default_factory=dict)
     """The model of this round, of which the server gets sums; that which it began with where it adds noise."""
     _change: Params = field(default_factory=dict)
@@ -78,6 +80,11 @@ class SumSite:
             own_share = common.pop(SHARE, None)
             self._round, self._start = job.round, shared_params(common, share)
             self._own = digest({**job.params, **job.kept.get("gate", {})}) if is_own else ""
+            if own_share is not None and 0 < self._most < float(own_share) - 1e-6:
+                raise ProtocolError(
+                    f"the server gives this site a share of {float(own_share):.3g} in the mean; allowed:"
+                    f" {self._most:.3g} by the examples of all; nothing was sent: ask who runs it"
+                )
             self._share = "" if own_share is None else f" with share {float(own_share)}"
             self._trained = {**self._start, **shared_params(trained, share)}
             if self.settings.clip:
@@ -110,10 +117,18 @@ class SumSite:
         if group.keys not in self._sums:
             raise ProtocolError(f"the server asks for {short_repr(step)} of a sum that has not begun; ask who runs it")
         answer = write_packed(self._sums[group.keys].answer(step, read_packed(tensors)))
+        if step == "mask":
+            self._most = max(self._most, self._largest_share(self._sums[group.keys]))
         if step == "confirm":
             survivors = " ".join(self._sums[group.keys].survivors)
             self._pay(group, f"in round {self._round} of {self.settings.run}, survivors", survivors)
         return answer
+
+    def _largest_share(self, client: SumClient) -> float:
+        """q_k over its sum with the smallest of as many others as a sum is of at least."""
+        weights = self.settings.weights(client.examples)
+        own = weights.pop(self.identity.name)
+        return own / (own + sum(sorted(weights.values())[: client.terms.threshold - 1]))
 
     def _claim(self, group: SumGroup) -> bytes:
         """The model that this site began with: who shares its head shares all, and adapters several tasks share."""
