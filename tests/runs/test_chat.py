@@ -1,6 +1,7 @@
 """A federation of conversations on a tiny model: trained, audited, evaluated, asked, exported, and cut."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def test_a_federation_of_conversations_is_evaluated_and_asked(
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.core
+def test_a_tiny_llama_learns_conversations(chats: Config, finished: FinishedRuns, writer_of: Callable) -> None:
+    model = replace(chats.model, model=str(writer_of("llama").path))
+    folder = finished(replace(chats, model=model)).folder
+    passing_audit(folder)
+    for kinds in evaluate_run(folder).scores.values():
+        assert kinds["base"]["perplexity"] > 1.2 * kinds["federated"]["perplexity"]
+        assert kinds["federated"]["accuracy"] > kinds["base"]["accuracy"]
 
 
 def test_an_answer_ends_with_its_turn_where_the_end_of_text_is_another_token(
