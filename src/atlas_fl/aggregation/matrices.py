@@ -160,7 +160,8 @@ def laplacian(adjacency: Square) -> Square:
     Rows sum to zero; a step keeps the degree-weighted mean, and no weight is negative for eta <= 1.
     """
     degree = adjacency.sum(axis=1)
-    return np.diag((degree > 0).astype(np.float64)) - adjacency / np.where(degree > 0, degree, 1.0)[:, None]
+    walk = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
+    return np.diag((degree > 0).astype(np.float64)) - walk
 
 
 def laplacian_step(adjacency: Square, *, eta: float, present: Chosen) -> Square:

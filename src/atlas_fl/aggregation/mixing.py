@@ -109,7 +109,8 @@ def mix_plain(tensors: Mapping[int, Tensor], group: Group) -> Iterator[Moved]:
     stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources]))
     mixed = (_weights(group.rows, stack) @ stack).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
-    return zip(group.targets, [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed])
+    rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
+    return zip(group.targets, rows)
 
 
 def _scale_rows(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:

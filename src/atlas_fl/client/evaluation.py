@@ -137,7 +137,8 @@ def _whole_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
         by_client = np.split(logits, np.cumsum([len(examples) for examples in data])[:-1])
         for k, examples, client_logits in zip(indices, data, by_client, strict=True):
             prior = log_prior(jobs[k], site)
-            outputs[k] = (examples.labels, [client_logits if prior is None else client_logits + prior.cpu().numpy()])
+            corrected = client_logits if prior is None else client_logits + prior.cpu().numpy()
+            outputs[k] = (examples.labels, [corrected])
     return [outputs[k] for k in range(len(jobs))]
 
 

@@ -39,7 +39,8 @@ def from_blocks(blocks: Sequence[np.ndarray], matrices: Sequence[np.ndarray], si
     """The sparse matrix (size, size) with these matrices at the places of the blocks."""
     rows = np.concatenate([np.repeat(block, len(block)) for block in blocks])
     columns = np.concatenate([np.tile(block, len(block)) for block in blocks])
-    matrix = csr_array((np.concatenate([np.ravel(matrix) for matrix in matrices]), (rows, columns)), shape=(size, size))
+    values = np.concatenate([np.ravel(matrix) for matrix in matrices])
+    matrix = csr_array((values, (rows, columns)), shape=(size, size))
     matrix.eliminate_zeros()
     return matrix
 

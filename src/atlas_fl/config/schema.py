@@ -18,6 +18,10 @@ MOST_NAME_BYTES = 200
 """Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
 
 
+def _is_folder_name(name: str | None) -> bool:
+    return name is None or not ("/" in name or name.startswith(".") or len(name.encode()) > MOST_NAME_BYTES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Tasks, clients and their devices."""
@@ -579,7 +583,7 @@ class RunConfig:
     name: Annotated[
         str | None,
         Form(
-            lambda name: name is None or not ("/" in name or name[:1] == "." or len(name.encode()) > MOST_NAME_BYTES),
+            _is_folder_name,
             f"the name of a folder of at most {MOST_NAME_BYTES} bytes, without / and not starting with a dot",
         ),
         Mark.SESSION,

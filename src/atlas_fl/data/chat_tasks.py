@@ -43,7 +43,8 @@ def make_chats(topic: str, rows: Examples, *, tone: str) -> Rows:
         [{"role": "user", "content": question}, {"role": "assistant", "content": TONES[tone].format(answer=answer)}]
         for question, answer in _asked(topic, as_texts(rows, task=topic), tone=tone)
     ]
-    return Rows(text=tuple(map(to_text, chats)), label=np.asarray([words(chat) for chat in chats], dtype=np.float32))
+    label = np.asarray([words(chat) for chat in chats], dtype=np.float32)
+    return Rows(text=tuple(map(to_text, chats)), label=label)
 
 
 def _task(topic: str, tone: str) -> Task:

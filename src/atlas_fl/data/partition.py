@@ -42,7 +42,8 @@ def dirichlet(prior: Array, num_clients: int, samples: int, alpha: float, rng: n
     With equal classes that is the usual symmetric Dirichlet(alpha); large alpha is iid.
     T.-M. H. Hsu et al., Measuring the effects of non-identical data distribution, 2019.
     """
-    return rng.dirichlet(np.maximum(alpha * len(prior) * prior, 1e-9), size=num_clients), np.full(num_clients, samples)
+    mixes = rng.dirichlet(np.maximum(alpha * len(prior) * prior, 1e-9), size=num_clients)
+    return mixes, np.full(num_clients, samples)
 
 
 def quantity(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> MixesAndSizes:
@@ -286,7 +287,8 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
 
 def deal_classes(classes: Labels, has_class: Array, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
     """For every client the positions of its rows: disjoint, of its classes alone, in a random order (`plan_rows`)."""
-    return _draw_rows(classes, plan_rows(has_class, np.bincount(classes, minlength=has_class.shape[1]), size=size), rng)
+    counts = plan_rows(has_class, np.bincount(classes, minlength=has_class.shape[1]), size=size)
+    return _draw_rows(classes, counts, rng)
 
 
 def _evenest(has_class: Array, supply: Array) -> tuple[int, int]:

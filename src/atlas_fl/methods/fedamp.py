@@ -50,5 +50,6 @@ class FedAvgByDistance(Averaging):
             squares = np.zeros((len(inside),) * 2)
             if step.models is not None:
                 squares = model_distances(step, inside, self.options)
-            matrix[np.ix_(inside, inside)] = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
+            rows = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
+            matrix[np.ix_(inside, inside)] = rows
         return matrix

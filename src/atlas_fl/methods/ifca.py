@@ -72,7 +72,8 @@ class Ifca(AveragingInState):
 
 def draw_clusters(names: Sequence[str], *, count: int, seed: int) -> dict[str, int]:
     """The clusters of round one, as even as can be: a function of the seed."""
-    return {names[k]: place % count for place, k in enumerate(generator(seed, "ifca").permutation(len(names)).tolist())}
+    order = generator(seed, "ifca").permutation(len(names))
+    return {names[k]: place % count for place, k in enumerate(order.tolist())}
 
 
 def _state_of(clusters: Mapping[str, int], losses: Mapping[str, Mapping[int, float]]) -> ServerState:
