@@ -1,6 +1,8 @@
 import errno
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -100,6 +102,24 @@ def test_a_full_disk_says_how_the_command_goes_on(atlas, monkeypatch) -> None:
     said = atlas("demo")
     remedy = "free some space; a run goes on with the same command"
     assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")
+
+
+def test_ctrl_c_that_falls_into_a_destructor_still_ends_the_command(atlas, monkeypatch) -> None:
+    """Python drops what a destructor raises, and a server had gone on to its last round as if nobody had typed it."""
+
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def working(_: object) -> int:
+        with going_on("the same command"):
+            Interrupted()
+            time.sleep(10)
+        return 0
+
+    monkeypatch.setattr("atlas_fl.cli.doctor.demo", working)
+    said = atlas("demo")
+    assert (said.code, said.err) == (130, "atlas: stopped; a run goes on where it was with the same command\n")
 
 
 def test_our_own_faults_are_not_hidden(atlas, monkeypatch) -> None:
