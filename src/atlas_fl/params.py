@@ -64,6 +64,8 @@ PARTS = "head.parts."
 """Beginning of the names of a head's tensors that the stock model itself computes with (`models.stock`)."""
 BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.", PARTS)
 """First layers of heads of two layers by their stock names: RoBERTa, DistilBERT, a BERT whose files lack the pooler."""
+REPORT = "report/"
+"""Beginning of the names of a report's tensors in messages and in sums: `report/`, its kind, `/` and a name."""
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
 SHARE = "others.share"

@@ -125,8 +125,6 @@ def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
             raise ConfigError(
                 f"a {kind} has the name {short_repr(entry)}; allowed: letters, digits, - and _; rename it"
             )
-        if kind == "method" and isinstance(value, type) and "__dataclass_fields__" not in vars(value):
-            dataclass(frozen=True)(value)  # its annotated fields are knobs
         if _STATE.loading is None:
             _STATE.by_hand[kind, entry] = _file_of(sys._getframe(1).f_globals, name=entry)
         else:

@@ -111,7 +111,7 @@ def test_a_second_model_stands_beside_the_shared_one_where_the_server_has_that(
         check_served(validate(with_values(Config(), {"ranks": "4", **values})), replace(SERVICE, late=False))
 
 
-@pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
+@pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed", "shrinkage"])
 def test_a_model_beside_the_mean_of_others_is_served_in_secure_sums(strategy: str) -> None:
     given = {"strategy": strategy, "ranks": "4", "secure": True}
     check_served(validate(with_values(Config(), given)), replace(SERVICE, late=False))

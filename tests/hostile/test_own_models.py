@@ -632,6 +632,61 @@ def test_a_site_that_says_no_second_model_is_refused_and_the_run_goes_on(
     assert not any("a/b" in name for name in state(found.folder))
 
 
+@pytest.fixture(scope="module")
+def shrunk(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Sites of which each keeps a part of its own deviation from the mean."""
+    given = {**GIVEN, "strategy": "shrinkage", "clients_per_task": 3, "secure": True, "max_share": 0.5, "rounds": 3}
+    made = shared_config(tasks="movie", pack_tokens=1, name="shrunk", measure_round=1, **given)
+    with patch.object(site, "clear_store", lambda *_: ""):
+        found = record(made, tmp_path_factory.mktemp("shrunk"), THREE, secure=3)
+    assert (found.found.error, found.found.faults, found.found.refused) == (None, [], {})
+    return found
+
+
+@pytest.mark.core
+def test_variances_leave_in_a_sum_alone_and_what_is_kept_comes_with_the_mean(shrunk: Recording) -> None:
+    (told,) = audited(shrunk.found.folder, 1, "server")
+    assert {*told} >= {"means/half_length", "means/agreement", "means/length"}
+    for name in THREE:
+        turns = shrunk.spoken[name].turns
+        said = [(head, tensors) for (head, tensors), _ in turns if head.get("kind") == "result"]
+        assert all({*tensors} <= {"metrics", "cut/"} for _, tensors in said), "not a number of one site"
+        numbers = {f"report/variances/{key.removeprefix('means/')}" for key in told if key.startswith("means/")}
+        withheld = [numbers & {*head["withheld"]} for head, _ in said if head.get("withheld")]
+        assert withheld == [numbers - {"report/variances/squares"}], "once"
+        came = [float(one) for _, (_, tensors) in turns for key, one in tensors.items() if key.endswith(SHARE)]
+        assert {*came} == {float(told[f"{SHARE}/{name}/{SHARE}"])}
+    passing_audit(shrunk.found.folder, "server")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("share", "moved", "line"),
+    [
+        (1.5, 0.0, f"'{SHARE}' holds values from 1.5 to 1.5; allowed: 0 to 1"),
+        (-0.25, 0.0, f"'{SHARE}' holds values from -0.25 to -0.25"),
+        (torch.nan, 0.0, f"'{SHARE}' holds values from nan to nan"),
+        (0.5, 50.0, "because honest rounds lead no further"),
+        (0.0, 50.0, "because honest rounds lead no further"),
+        (0.9, 0.0, ""),
+    ],
+    ids=["more than all", "negative", "nan", "a far mean", "a far mean alone", "honest"],
+)
+def test_a_site_begins_with_nothing_that_honest_rounds_do_not_make(
+    shrunk: Recording, share: float, moved: float, line: str
+) -> None:
+    (anchor,) = audited(shrunk.found.folder, 1, "anchor")
+    mean = {key.removeprefix("movie-0/"): one + moved for key, one in anchor.items() if key.startswith("movie-0/")}
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if head.get("action") != "train" or head["round"] != 2:
+            return None
+        return {**head, "beside": []}, write_trees(SENT, {"companion": {**mean, SHARE: torch.tensor(share)}})
+
+    ended = branch(shrunk.spoken["movie-0"], lie)
+    assert line in ended.error and bool(ended.said_after) is not bool(line)
+
+
 @pytest.mark.slow
 def test_a_second_model_goes_with_last_rounds_for_oneself_under_secure_sums(
     config: Callable[..., Config], tmp_path: Path

@@ -245,6 +245,7 @@ NOT_COMPARED = {
     **dict.fromkeys(("fedadagrad", "fedyogi"), "of the family of fedadam"),
     "fedalt_fixed": "a variant of fedalt",
     "hsplitlora": "it needs a cut",
+    "shrinkage": "empirical_bayes of what secure sums tell",
 }
 """Methods that the comparison of all leaves out, each with its reason; and rules that have the name of no method."""
 

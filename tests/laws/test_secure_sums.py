@@ -24,6 +24,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import Method, StepInputs
 from atlas_fl.methods.registry import METHODS, RULES
+from atlas_fl.params import REPORT
 
 CLIENTS = ("a", "b", "c", "d", "e", "f", "g")
 TASKS = ("movie", "trec", "movie", "movie", "trec", "trec", "movie")
@@ -32,7 +33,7 @@ SECURE = {"secure": True, "space": "factors", "ranks": "4"}
 USUAL = {
     *("fedavg", "fedavg_cluster", "fedavgm", "fedadagrad", "fedyogi", "fedadam"),
     *("fedit", "ffa", "rolora", "fedsa", "fedper", "fedrep", "fedbabu", "fedprox", "fedavg_ft", "fedavg_prior"),
-    *("ditto", "apfl", "feddpa", "mr_mtl", "fedalt", "fedalt_fixed"),
+    *("ditto", "apfl", "feddpa", "mr_mtl", "fedalt", "fedalt_fixed", "shrinkage"),
 }
 """What a user would look for."""
 
@@ -76,7 +77,14 @@ def test_a_rule_that_needs_sums_alone_makes_the_same_of_them(name: str, missing:
     before = {client: model_of(0) for client in CLIENTS}
     groups = method.sum_groups(FEDERATION, before, round=1)
     assert all(len(group.clients) >= 3 for group in groups)
-    secure = means_of(groups, before, updates)
+    reported = [key for group in groups for key in group.keys if key.startswith(REPORT)]
+    draw = torch.Generator().manual_seed(7)
+    said = {client: {key: torch.rand((), generator=draw) for key in reported} for client in updates}
+    secure = means_of(groups, before, {client: {**params, **said[client]} for client, params in updates.items()})
+    total = sum(EXAMPLES[client] for client in updates)
+    for key in reported:
+        mean = sum(EXAMPLES[client] * float(one[key]) for client, one in said.items()) / total
+        assert [float(one[key]) for one in secure.reports.values()] == pytest.approx([mean] * len(updates), abs=1e-6)
     # with one client gone three of four of its task are there, and t = 3; of seven six, and t = 5
     assert secure.lost == ()
     # nobody's own model is in what the server uses

@@ -207,7 +207,8 @@ AS_FEDIT = ("fedavg_by_rank_one", "fedavg_of_cores", "fedavg_of_heads")
 AS_FEDAVG = {
     # ranks are equal here, and what is looked at are products
     **dict.fromkeys(("fedavg", "fedavg_by_rank", "fedavg_in_levels", "fedavg_orthonormal"), KEYS),
-    "fedavg_of_others": KEYS,  # each client takes itself out of what it is sent
+    # each client takes itself out of what it is sent, or moves its own model to it
+    **dict.fromkeys(("fedavg_of_others", "fedavg_with_variances"), KEYS),
     "classifier_collaboration": KEYS[:2],
     # the frozen part is of adapters, and so are norms
     **dict.fromkeys(

@@ -96,6 +96,7 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "a router over the adapters of all clusters": ("", {**ONE_RANK, "strategy": "fedlease_router"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),
+    "own models moved to their mean": ("", {**ONE_RANK, "strategy": "shrinkage", "measure_round": 1}),
     "own models pulled to their mean": ("", {**ONE_RANK, "strategy": "mr_mtl"}),
     "a frozen part beside the adapter": ("", {**ONE_RANK, "strategy": "fedex"}),
     "a rest of products held frozen": ("", {**ONE_RANK, "strategy": "fedmomentum"}),
@@ -113,6 +114,7 @@ NOT_SERVED = {
     "fedmomentum": "--strategy fedmomentum has a second set of tensors beside the model",
     "fedlease_router": "--strategy fedlease_router has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
+    "shrinkage": "--personal-models and --second-model shrunk each site scores a model of its own that stays there",
     "fedalt": "--personal-models and --second-model stacked each site scores a model of its own that stays there",
 }
 """What a server says of methods that stay in one process."""

@@ -70,7 +70,7 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(tmp_path: Path, capsys
     for words, message in (
         (["--strategy", "fedpac"], "takes reports of the same examples"),
         (["--strategy", "fedavg_cluster"], "clusters by fingerprints of the same examples"),
-        (["--strategy", "ditto"], "trains twice"),
+        (["--strategy", "ditto"], "pays for the training of one model, and --second-model proximal has a second"),
         (["--ranks", "budget"], "measures importance on the same examples; set --ranks uniform"),
         (["--alone", "all"], "set --alone none"),
         (["--split", "1"], "leave --split out"),

@@ -1,4 +1,4 @@
-"""Runs in which every client trains a model of its own beside the shared one: Ditto, APFL, FedDPA."""
+"""Runs in which every client trains a model of its own beside the shared one: Ditto, APFL, FedDPA, shrinkage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,17 +147,95 @@ def test_a_run_with_shares_goes_on_to_the_same_bits(config: Make) -> None:
     assert same_tensors(state(whole), state(parts))
 
 
+SHRUNK: Mapping[str, Any] = {
+    **{"strategy": "shrinkage", "measure_round": 1, "rounds": 3, "ranks": "4", "lr": 0.02},
+    **{"tasks": "sms", "clients_per_task": 4, "flipped_clients": 0.5},
+}
+"""Two clients have each class under the other's name, so that the clients differ."""
+
+
+def test_shrinkage_goes_on_with_the_mean_and_a_part_of_its_own(config: Make) -> None:
+    """The variances are those of round one; the model that predicts is moved to the newest mean."""
+    folder = run_config(config(**SHRUNK)).folder
+    passing_audit(folder, "server", "mixed")
+    (told,) = audited(folder, 1, "server")
+    assert not (folder / "audit/round-0002/server.safetensors").exists(), "it is measured once"
+    parts = {f"sms-{k}": float(told[f"{SHARE}/sms-{k}/{SHARE}"]) for k in range(4)}
+    assert all(0.2 < part < 1 for part in parts.values())
+    first, start, last, mean = (
+        *audited(folder, 1, "trained"),
+        *audited(folder, 0, "start"),
+        *audited(folder, 3, "trained", "anchor"),
+    )
+    lengths = [
+        torch.cat([(first[key] - start[key]).flatten() for key in start if key.startswith(name) and "lora" in key])
+        for name in parts
+    ]
+    length = sum(float(one.double().square().mean()) for one in lengths) / len(lengths)
+    assert float(told["means/length"]) == pytest.approx(length, rel=1e-4)
+    for name, model in load_models(RunFolder(folder)).items():
+        for key, tensor in model.items():
+            own, shared = last[f"{name}/{key}"].double(), mean[f"{name}/{key}"].double()
+            part = 0.0 if key.startswith("head.") else parts[name]
+            torch.testing.assert_close(tensor.double(), shared + part * (own - shared), atol=1e-6, rtol=1e-5)
+
+
+def test_variances_of_secure_sums_are_those_of_single_reports(config: Make) -> None:
+    plain, secure = (run_config(config(**SHRUNK, secure=one, name=f"sums-{one}")).folder for one in (False, True))
+    passing_audit(secure, "server", "mixed")
+    one, other = (audited(folder, 1, "server")[0] for folder in (plain, secure))
+    assert one.keys() == other.keys()
+    for name, value in one.items():  # numbers of 1e-3 in a range of 4, right to 2e-8
+        assert float(other[name]) == pytest.approx(float(value), rel=2e-3), name
+
+
+def test_an_audit_finds_a_kept_part_that_was_altered(config: Make) -> None:
+    folder = run_config(config(**SHRUNK, secure=True)).folder
+    for name, change in ((f"{SHARE}/sms-1/{SHARE}", 0.1), ("means/agreement", 1e-4)):
+        path = folder / "audit/round-0001/server.safetensors"
+        alter_tensors(path, lambda told, name=name, change=change: told[name].add_(change))
+        assert "server" in {row.check for row in audit_run(folder).failures}
+        alter_tensors(path, lambda told, name=name, change=change: told[name].sub_(change))
+
+
+def test_a_run_with_variances_goes_on_to_the_same_bits(config: Make) -> None:
+    whole = run_config(config(**SHRUNK, name="whole")).folder
+    parts = run_config(config(**SHRUNK, name="parts", max_rounds=1)).folder
+    assert resume_run(parts).complete
+    assert same_tensors(state(whole), state(parts))
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"aggregate_every": 2}, "takes? what it sent out of the mean, and with --aggregate-every 2 it trains on"),
+        (
+            {"strategy": "fedavg", "personal_models": True, "ranks": "4"},
+            "--second-model shrunk goes by variances, which --strategy",
+        ),
+        ({"strategy": "fedavg_with_variances"}, "take --strategy shrinkage"),
+    ],
+)
+def test_models_are_shrunk_where_variances_are_measured_and_they_are_what_is_mixed(
+    config: Make, values: dict, line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        validate(config(**{**PLAIN, "second_model": "shrunk", **values}))
+
+
+@pytest.mark.parametrize("strategy", ["fedalt", "shrinkage"])
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"aggregate_every": 2}, "compares? what it sent with the mean, and with --aggregate-every 2 it trains on"),
         ({"personal_rounds": 1}, "and with --personal-rounds 1 it trains on without sending"),
         ({"dp": "client", "epsilon": 8.0, "update_filter": "clip=1", "delta": 0.01}, "--dp client changes what it sen"),
     ],
 )
-def test_a_client_takes_out_of_the_mean_what_it_goes_on_with(config: Make, values: dict, line: str) -> None:
+def test_a_client_compares_with_the_mean_what_it_goes_on_with(
+    config: Make, strategy: str, values: dict, line: str
+) -> None:
     with pytest.raises(ConfigError, match=line):
-        validate(config(**{**PLAIN, "strategy": "fedalt", **values}))
+        validate(config(**{**PLAIN, "strategy": strategy, **values}))
 
 
 def test_a_head_that_fedalt_never_shares_is_neither_sent_nor_billed(config: Make) -> None:

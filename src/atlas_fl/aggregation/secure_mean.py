@@ -29,7 +29,7 @@ from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.aggregation.mixing import groups_of
 from atlas_fl.aggregation.rules import Matrices
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.params import HEAD, ByClient, Params, shared_params
+from atlas_fl.params import HEAD, REPORT, ByClient, Params, select, shared_params
 from atlas_fl.rng import generator, secret_skellam
 from atlas_fl.secure_sums import LEAST, SLACK, Noise, SumResult, Terms, Vector, sum_in_process
 
@@ -186,11 +186,13 @@ class SecureMeans:
     """By client the bytes up and down beside what is summed."""
     shares: Mapping[str, float]
     """By client its share in the mean of the adapters, 0 of who is not in the sum; without sums that were lost."""
+    reports: ByClient
+    """By client the means of the numbers that all have reported in these sums, by their names there."""
     clip: float = 0.0
     """The clip of the next round where it follows the norms."""
 
 
-NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={}, shares={})
+NO_SUMS = SecureMeans(updates={}, sums=(), lost=(), sent_bytes={}, shares={}, reports={})
 
 
 def secure_means(
@@ -207,14 +209,14 @@ def secure_means(
         here = [client for client in group.clients if client in updates]
         if not here:
             continue
-        like = {key: before[here[0]][key] for key in group.keys}
+        like = {key: before[here[0]].get(key, torch.zeros(())) for key in group.keys}  # a report has single numbers
         parts = [tensor.numel() for tensor in like.values()]
         try:
             done = sum_of(settings, group, sum(parts), round)
         except ProtocolError as fault:
             lost.append(f"the sum of {group.what} is lost: {fault}")
             for client in here:
-                means[client] |= {key: before[client][key] for key in group.keys}
+                means[client] |= select(before[client], before[client].keys() & group.keys)
             continue
         q = settings.weights(done.examples)
         weight = sum(q[client] for client in done.survivors)
@@ -228,7 +230,17 @@ def secure_means(
             means[client] |= shared
             sent[client] += done.sent_bytes.get(client, (0, 0))
     sizes = {client: (int(up), int(down)) for client, (up, down) in sent.items() if up}
-    return SecureMeans(updates={**means}, sums=tuple(sums), lost=tuple(lost), sent_bytes=sizes, shares=shares)
+    reports = {
+        client: {key: one for key, one in mean.items() if key.startswith(REPORT)} for client, mean in means.items()
+    }
+    return SecureMeans(
+        updates={client: select(mean, mean.keys() - reports[client].keys()) for client, mean in means.items()},
+        sums=tuple(sums),
+        lost=tuple(lost),
+        sent_bytes=sizes,
+        shares=shares,
+        reports={client: report for client, report in reports.items() if report},
+    )
 
 
 def sum_here(

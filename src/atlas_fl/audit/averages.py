@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, update, vector
+from atlas_fl.audit.dense import arrays, below, bound_weights, is_compared, numbers, padded, update, vector
 from atlas_fl.audit.step import Formula, Step
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, SHARE
+from atlas_fl.params import HEAD, LORA_A, PRIVATE, SHARE
 
 Shares: TypeAlias = Callable[[Step, Sequence[int], str], Sequence[float]]
 """(step, members, parameter) -> the share of each member."""
@@ -195,6 +195,34 @@ class MeanWithShares(Mean):
         candidates = [{k: shares[k] / sum(shares[one] for one in members) for k in members} for shares in bounded]
         nearest = min(candidates, key=lambda shares: sum(abs(share - told[k]) for k, share in shares.items()))
         return {path: np.array(nearest.get(k, 0.0)) for k, path in enumerate(paths)}
+
+
+class MeanWithVariances(Mean):
+    """Shrinkage: the average of all, and in the state how far each client keeps its own deviation."""
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """b_k from the means of what clients have reported, as they were recorded in the round that asked for them."""
+        told = {name: float(value) for name, value in below(step.told, "means/").items()}
+        if step.state or not told:
+            return arrays(step.state)
+        there, examples = step.there(range(step.num_clients)), np.array(step.plan.examples)
+        start, shares = step.before[step.plan.clients[0]], np.array(step.shares(there))
+        trained = [step.trained[step.plan.clients[k]] for k in there]
+        moved = [
+            (
+                np.tensordot(shares, np.stack([numbers(model[key]) for model in trained]), 1) - numbers(start[key])
+            ).ravel()
+            for key in start
+            if not key.startswith(HEAD) and key != PRIVATE
+        ]
+        whole, own = float(np.square(np.concatenate(moved)).mean()), told["squares"]
+        between = told["length"] * told["agreement"] / told["half_length"]
+        across = (whole - own * told["length"]) / (1 - own)
+        variance = max(0.0, between - across)
+        noise = max(0.0, told["length"] - across - variance) * examples.mean() / examples
+        kept = variance / np.maximum(variance + noise, 1e-300)
+        parts = {f"{SHARE}/{client}/{SHARE}": part for client, part in zip(step.plan.clients, kept, strict=True)}
+        return {**{f"means/{name}": np.array(value) for name, value in told.items()}, **parts}
 
 
 class MeanByDistance(Averaging):

@@ -22,6 +22,7 @@ RULES: Mapping[str, step.Formula] = {
     **dict.fromkeys(("fedavg_by_rank", "raflora"), server_steps.RankPartitions()),
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), MeanByDistance()),
     **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), MeanWithShares()),
+    **dict.fromkeys(("fedavg_with_variances", "shrinkage"), averages.MeanWithVariances()),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), server_steps.Dynamic()),
     **dict.fromkeys(("fedavg_orthonormal", "fedsvd"), server_steps.Orthonormal()),
     **dict.fromkeys(("fedavg_rotated", "fedrot"), server_steps.Rotated()),

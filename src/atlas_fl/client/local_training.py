@@ -25,6 +25,7 @@ from atlas_fl.client.preferences import odds_ratio_loss, preference_loss, refere
 from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
+from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.registry import apply_layers
 from atlas_fl.models.tokenization import EncodedExamples
@@ -197,6 +198,18 @@ def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Te
     return norms
 
 
+def second_of(options: TrainOptions, site: Site) -> SecondModel:
+    """The kind of these options' model beside a companion."""
+    return SECOND_MODELS[options.second_model](StrategyOptions(scale=site.scale), second_weight=options.second_weight)
+
+
+def begin_training(job: Job, site: Site) -> tuple[Params, Params]:
+    """(the model that a client begins its training with, what stands beside it)."""
+    second = second_of(job.options, site)
+    companion = second.companion(job.params, job.sent.get("companion", {}))
+    return (companion, {}) if second.begins_there and companion else (job.params, companion)
+
+
 class LocalTrainer:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
@@ -204,15 +217,14 @@ class LocalTrainer:
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
-        self.params = self._leaves_of(job.params, site)
+        self._second = second_of(options, site)
+        start, companion = begin_training(job, site)
+        self.params = self._leaves_of(start, site)
         self.gate = self._leaves_of(job.kept.get("gate", {}), site)
-        self._second = SECOND_MODELS[options.second_model](
-            StrategyOptions(scale=site.scale), second_weight=options.second_weight
-        )
-        companion = self._second.companion(job.params, job.sent.get("companion", {}))
         self._companion = {key: tensor.to(site.backbone.device) for key, tensor in companion.items()}
-        # Read back from the leaves themselves: what is hashed is what computes.
-        self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
+        # Read back from the leaves themselves: what is hashed is what computes, or what that was made of.
+        loaded = self.params if start is job.params else job.params
+        self.loaded = digest(with_frozen(loaded, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
         secret = site.secrets.get(job.client)
         self.examples = len(positions(len(data), job.client, options, secret=secret))

@@ -17,6 +17,7 @@ from atlas_fl.client.batching import body_of, features_of_row, in_order, rows_in
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Action, Job, Site, Update
+from atlas_fl.client.local_training import begin_training
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.trainers import train_clients
 from atlas_fl.errors import ConfigError
@@ -56,14 +57,14 @@ class PackReport:
 
     def model(self, client: str) -> Params:
         """The model that the client begins the round with."""
-        return self._by_client[client].params
+        return begin_training(self._by_client[client], self.site)[0]
 
     def loss(self) -> Mapping[str, float]:
         """The mean loss over all training examples, by client."""
         jobs = []
         for job in self.jobs:
             options = EvaluateOptions(split="train", prior_correction=job.options.prior_correction)
-            jobs.append(replace(job, options=options, sent={}, kept={}))
+            jobs.append(replace(job, params=self.model(job.client), options=options, sent={}, kept={}))
         updates = self.evaluate(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
@@ -123,21 +124,24 @@ def train_and_report(
 
     `train` and `evaluate` are the two actions as they are carried out here.
     """
-    reports: dict[str, Mapping[str, Params]] = {}
+    measured: dict[str, tuple[type[Method], Params, Params]] = {}
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
     extra: Counter[str] = Counter()
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
-        measured = [job for job in jobs if job.options.report == kind]
-        pack = PackReport(jobs=measured, site=site, train=train, evaluate=evaluate)
-        method = reporting(kind)
-        for client, params in method.measure(pack).items():
-            _check_measured(method, site, pack.model(client), client, params)
-            reports[client] = {kind: params}
+        asked = [job for job in jobs if job.options.report == kind]
+        pack, method = PackReport(jobs=asked, site=site, train=train, evaluate=evaluate), reporting(kind)
+        for client, report in method.measure(pack).items():
+            start = pack.model(client)
+            _check_measured(method, site, start, client, report)
+            measured[client] = method, start, report
         crossed |= pack.crossed
         extra |= pack.steps
     updates = []
     for update in _train_and_filter(jobs, site, train):
-        reported = {**update.reported, **reports.get(update.client, {})}
+        reported = dict(update.reported)
+        if update.client in measured:
+            method, start, report = measured[update.client]
+            reported[method.report] = method.measure_trained(report, start, update.params)
         through = Counter(update.crossed) + crossed.get(update.client, Counter())
         metrics = with_extra_steps(update.metrics, extra[update.client])
         updates.append(replace(update, reported=reported, crossed=through, metrics=metrics))

@@ -539,11 +539,11 @@ class MixingConfig:
     personal_models: bool = False
     """Every client goes on with the model that it trained, and what the server mixes is the point that `--proximal-mu`
     pulls it to: mean-regularised multi-task learning."""
-    second_model: Literal["none", "proximal", "interpolated", "stacked"] = "none"
+    second_model: Literal["none", "proximal", "interpolated", "stacked", "shrunk"] = "none"
     """A model of each client's own beside the shared one, which is trained and mixed as ever: pulled to it (Ditto),
     interpolated with it by a trained weight (APFL), or stacked on it as a second adapter (FedDPA). It is what the
     client predicts with, and never leaves it. With `--personal-models`, `stacked` freezes what the server mixes under
-    the client's own model, instead of pulling to it (FedALT)."""
+    the client's own model, instead of pulling to it (FedALT), and `shrunk` moves the own model to it (`shrinkage`)."""
     personal_rounds: Annotated[
         int, Range(least=0), Mark.COMMON, Tried("fedavg_ft", "fedavg_cluster_ft", "fedbabu", values=(2, 1, 4))
     ] = 0

@@ -27,7 +27,7 @@ from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.second_model import SecondModel
-from atlas_fl.params import HEAD, LORA_A, LORA_B, SHARE, Params, select, shared_params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, REPORT, SHARE, Params, select, shared_params
 from atlas_fl.planning.leakage import MODELS_A_ROUND
 from atlas_fl.runtime.protocol import answer_schema, client_metadata, messages
 from atlas_fl.setup.options import (
@@ -255,7 +255,7 @@ class JobPolicy:
             shared = job.params if own else others.pop(part.role, {})
             what = f"the model of {action}" if own else f"the {part.role}"
             rest = self._check_shared(part, own or job.params, shared, what=what)
-            self.starts.check(action, replace(job, params=rest), is_anchor=True)
+            self.starts.check(action, replace(job, params=rest), is_anchor=not part.begins_there)
         if others:
             method = strategy_of(self.config)
             allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
@@ -291,7 +291,7 @@ class JobPolicy:
         report = job.options.report if action == "train" else "none"
         if report != "none":
             schemas = reporting(report).report_tensors(shared, classes=self.metadata.num_labels)
-            allowed |= {f"{messages.REPORT}{report}/{name}" for name in schemas}
+            allowed |= {f"{REPORT}{report}/{name}" for name in schemas}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):

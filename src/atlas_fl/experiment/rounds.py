@@ -44,7 +44,7 @@ from atlas_fl.experiment.state import (
 from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart, StepInputs
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
+from atlas_fl.params import HEAD, PRIVATE, REPORT, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning import client_privacy
 from atlas_fl.planning.host_assignment import match_round_hosts
@@ -369,7 +369,13 @@ def _sums(
     remote = engine if isinstance(engine, RemoteEngine) else None
     normals = partial(client_privacy.seeded_normals, config) if remote is None else client_privacy.drawn_normals
     examples = {client.name: client.examples for client in planned.plan.clients}
-    sum_of = partial(sum_here, received.models, examples) if remote is None else remote.sum_of
+    kind = strategy_of(config).report
+    said = {
+        name: {f"{REPORT}{kind}/{key}": one for key, one in report.items()}
+        for name, report in received.reports(kind).items()
+    }
+    models = {name: {**params, **said.get(name, {})} for name, params in received.models.items()}
+    sum_of = partial(sum_here, models, examples) if remote is None else remote.sum_of
     if config.training.dp == "client":
         # a site's noise follows from the round, and one that is done again gives out the same sum
         is_secure = config.mixing.secure
@@ -405,11 +411,11 @@ def _aggregate(
     config, trained = assembly.config, received.models
     federation, mask = without_edges(planned.plan.federation(), received.refused), planned.mask
     method, server_state = strategy_of(config), state.server_state
-    reports = {
-        name: update.reported[method.report]
-        for name, update in received.updates.items()
-        if method.report in update.reported
-    }
+    reports = received.reports(method.report)
+    if secure.reports:
+        reports = {
+            name: {key.rpartition("/")[2]: one for key, one in said.items()} for name, said in secure.reports.items()
+        }
     if reports:
         server_state = method.record_reports(server_state, reports)
     answers = Answers(

@@ -98,6 +98,10 @@ class ReceivedUpdates:
         """The models that are mixed."""
         return {name: update.params for name, update in self.updates.items()}
 
+    def reports(self, kind: str) -> dict[str, Params]:
+        """The reports of this kind, by client."""
+        return {name: update.reported[kind] for name, update in self.updates.items() if kind in update.reported}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStep:

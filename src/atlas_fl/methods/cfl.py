@@ -15,7 +15,7 @@ all of its clients took part.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -81,7 +81,6 @@ def pull_apart(gram: Square, shares: Vector, *, eps_1: float, eps_2: float) -> b
     return longest > eps_2 and float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < eps_1
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cfl(AveragingInState):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-norm`)."""
 

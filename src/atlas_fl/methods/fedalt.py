@@ -11,6 +11,7 @@ Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. As in t
 whose models have no head of a task, adapters alone are sent: head and gate stay at the client.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,14 @@ from atlas_fl.methods.method import Aggregated, RoundStart, StepInputs
 from atlas_fl.params import SHARE, ByClient, TreesByClient, params_by_client, shared_params
 
 
+def shares_in_mean(done: Aggregated, inputs: StepInputs) -> Mapping[str, float]:
+    """The share of every client in the mean of the adapters that a step has made; empty where it has made none."""
+    if inputs.shares is not None:
+        return inputs.shares
+    row = done.rows["adapters"][[0]][0] if any(inputs.present) else []  # everyone's is the same
+    return dict(zip(inputs.federation.clients, row))
+
+
 class FedAvgOfOthers(Averaging):
     """The weighted mean of all, of which everyone learns its own share, to take itself out; heads inside their task."""
 
@@ -29,10 +38,7 @@ class FedAvgOfOthers(Averaging):
 
     def complete(self, done: Aggregated, inputs: StepInputs) -> Aggregated:
         """The step with the share s_k of every client; those of before where there is no new mean."""
-        shares = inputs.shares
-        if shares is None:
-            row = done.rows["adapters"][[0]][0] if any(inputs.present) else []  # everyone's is the same
-            shares = dict(zip(inputs.federation.clients, row))
+        shares = shares_in_mean(done, inputs)
         if not shares:
             return done
         state = {client: {SHARE: torch.tensor(float(share))} for client, share in shares.items()}

@@ -9,7 +9,6 @@ arXiv:2007.03797. In their algorithm every client has a model of its own, and wh
 the round, so that it means the same for every model. Heads have distances of their own, inside a task.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -32,7 +31,6 @@ def attention(squares: Square, *, alpha: float, sigma: float) -> Square:
     return np.asarray(rows + np.diag(1.0 - rows.sum(axis=1)))
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgByDistance(Averaging):
     """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
 

@@ -16,7 +16,7 @@ The server ends with a step in which it waits for all, so that everyone has the 
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -67,7 +67,6 @@ def in_time(seconds: Mapping[str, float], *, percentile: float, step: int) -> tu
     return tuple(name for name, own in seconds.items() if step % math.ceil(own / length) == 0), length
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgByArrival(ByCohort):
     """Steps of the server by updates that arrive at their own time: `--buffer` of them, or all until a time is over."""
 

@@ -23,7 +23,6 @@ matrix, has the direction of m, because for a fixed direction the best length de
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -90,7 +89,6 @@ def combination_rows(reports: Sequence[Mapping[str, Tensor]], shares: Vector) ->
     return np.stack(rows)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClassifierCollaboration(Averaging):
     """One average over all clients; last layers of heads inside a task by how near classes' features are (FedPAC).
 

@@ -12,7 +12,7 @@ determinant. Their clients rotate before they send; here the server does, with t
 client without others is not rotated.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -47,7 +47,6 @@ def align(params: Params, sent: Params, *, by: str, strength: float) -> dict[str
     return new
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgRotated(AveragingFactors):
     """The average of factors that are rotated towards those that were sent (`--rotation-strength`); heads by task."""
 

@@ -12,7 +12,7 @@ adapted layers hold, once, and needs (d_in, d_in) more for each while it measure
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -26,7 +26,6 @@ from atlas_fl.params import LORA_A, LORA_B, LORA_CORE, ByClient, Params, ServerS
 from atlas_fl.ranges import Range
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgOfCores(FedAvgBetweenFactors):
     """Fed-SB: the average of R, between the singular vectors of the clients' first gradient."""
 

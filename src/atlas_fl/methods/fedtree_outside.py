@@ -10,7 +10,7 @@ in its range by cutting it off after every step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -30,7 +30,6 @@ OUTSIDE = "outside"
 """The entry of the server state: the adapter of everybody outside, by client."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedTreeLoraOutside(FedTreeLora, WithFrozenPart):
     """Averages inside nested clusters, beside the frozen average of everybody outside."""
 

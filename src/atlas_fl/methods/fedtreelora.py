@@ -11,7 +11,6 @@ first round in which everyone took part, before it there is one average, and it 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -68,7 +67,6 @@ def layer_distances(
     return {layer: distances(layer) for layer in layers}
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedTreeLora(Method):
     """Averages inside nested clusters, finer in higher layers (`--tree-step`, `--tree-threshold`)."""
 

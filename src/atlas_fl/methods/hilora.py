@@ -24,7 +24,7 @@ of a cluster by clients that come later is left out.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -62,7 +62,6 @@ def spectral_clusters(distances: Square) -> Groups:
     return np.asarray(np.abs(leading @ (left @ right)).argmax(axis=1), np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgInLevels(AveragingInState, WithFrozenPart):
     """HiLoRA: averages of all, then of clusters beside the frozen one, from which personal rounds go on."""
 

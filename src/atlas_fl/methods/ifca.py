@@ -15,7 +15,6 @@ diverged at one client stops nobody else.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -31,7 +30,6 @@ LOSSES = "losses"
 """The entry of the server state: of the clients that chose in this round the loss of every cluster's model."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ifca(AveragingInState):
     """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
 

@@ -59,7 +59,7 @@ from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Vector, choose_rows, identity
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_PREDICTED, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.method import Report, ReportTensor, RoundStart, tensors_of
+from atlas_fl.methods.method import Method, Report, ReportTensor, RoundStart, tensors_of
 from atlas_fl.methods.pfedgraph import INITIAL, FromStart
 from atlas_fl.params import (
     ByClient,
@@ -204,13 +204,23 @@ class MeasuredSharing:
     what differs between them over the noise of one; None without noise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FromHalves(FromStart):
-    """A method whose rows follow from split halves: `predict_rows`; averages until a client is measured."""
+class MeasuredOnce(Method):
+    """A method that has clients train halves of their examples in one round."""
 
     measure_round: Annotated[int, Range(least=1)] = 4
-    """The round in which `kriging`, `atlas`, `mta`, `james_stein` and `stb` measure halves, after a third of the run
-    where it has fewer rounds; in those before everyone is given averages, or with `atlas` predictions of clusters."""
+    """The round in which `kriging`, `atlas`, `mta`, `james_stein`, `stb` and `shrinkage` measure halves, after a third
+    of the run where it has fewer rounds; in those before everyone is given averages, or with `atlas` predictions of
+    clusters."""
+
+    @property
+    def first_measured_round(self) -> int:
+        """The round in which halves are first measured: `--measure-round`, or after a third of a shorter run."""
+        last = max(1, self.options.last_aggregation)
+        return self.measure_round if self.measure_round <= last else math.ceil(last / 3)
+
+
+class FromHalves(FromStart, MeasuredOnce):
+    """A method whose rows follow from split halves: `predict_rows`; averages until a client is measured."""
 
     reads_within = False
     extra_passes = "in one round each half of the examples, trained apart, and sent beside the model"
@@ -218,12 +228,6 @@ class FromHalves(FromStart):
     asks_once = True
     report_words = "once, two models trained on either half of its examples"
     models_in_report = 2
-
-    @property
-    def first_measured_round(self) -> int:
-        """The round in which halves are first measured: `--measure-round`, or after a third of a shorter run."""
-        last = max(1, self.options.last_aggregation)
-        return self.measure_round if self.measure_round <= last else math.ceil(last / 3)
 
     def reports_in(self, round: int) -> bool:
         """From the round on that measures halves."""
@@ -328,7 +332,6 @@ class FromHalves(FromStart):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kriging(FromHalves):
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 

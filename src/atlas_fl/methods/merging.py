@@ -16,7 +16,6 @@ whole model. In product space tau are dense updates s B A, and each client gets 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, TypeAlias
 
@@ -40,7 +39,6 @@ def trim(change: Tensor, density: float) -> Tensor:
     return torch.where(change.abs() >= sizes.kthvalue(len(sizes) - count + 1).values, change, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Merging(ByCohort):
     """The average of what was sent, moved by the merged changes of each cohort."""
 
@@ -65,7 +63,6 @@ class Merging(ByCohort):
         return next_value
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ties(Merging):
     """TIES: the largest changes, of these the sign of most, and the mean of who has it (`--ties-density`)."""
 
@@ -87,7 +84,6 @@ class Ties(Merging):
         return torch.where(elected > 0, means[0], 0.0) + torch.where(elected < 0, means[1], 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Dare(Merging):
     """DARE: the average of changes of which a drawn part is dropped and the rest scaled up (`--dare-drop`)."""
 

@@ -17,7 +17,7 @@ settings read. A method holds its options and nothing else: all that changes is 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, dataclass_transform
 
 import numpy as np
 import torch
@@ -144,11 +144,19 @@ class ReportTensor:
     most: float = 1e30
 
 
-@dataclass(frozen=True)
-class Part:
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class FromSettings:
+    """Base of what settings make: a subclass is a dataclass without a decorator, and its annotated values are knobs."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Part(FromSettings):
     """Tensors that travel and stay beside the models of a run; none by default."""
 
-    options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions)
+    options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions, kw_only=False)
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Options that it does not leave to the settings."""
 
@@ -217,7 +225,6 @@ class Aggregated:
     """The mixing matrices that were applied, `adapters` and `head`; empty where there are others."""
 
 
-@dataclass(frozen=True)
 class Method(Part):
     """A federated method: `rule` gives the mixing matrix, or `aggregate` the whole server step."""
 
@@ -451,6 +458,12 @@ class Method(Part):
         """The report of each client; it runs where the client's examples are."""
         del report
         raise ConfigError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it; define measure")
+
+    @classmethod
+    def measure_trained(cls, measured: Params, before: Params, after: Params) -> Params:
+        """The report of a client with what follows from its model before and after the round's training."""
+        del before, after
+        return measured
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:

@@ -21,7 +21,6 @@ largest distance stands for their interval of means. W is found once, and holds 
 model differs from another it is the average by examples.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -54,7 +53,6 @@ def shrinkage_rows(variance: float, noise: Vector, shares: Vector) -> Square:
     return np.asarray(np.diag(kept) + np.outer(1 - kept, mean))
 
 
-@dataclass(frozen=True, kw_only=True)
 class MultiTaskAveraging(FromHalves):
     """Multi-Task Averaging of models, by the noise of split halves (Feldman et al. 2012, 2014; `--mta-similarity`)."""
 

@@ -11,7 +11,6 @@ The cosines come from the Gram matrix of the changes, in product space of s B A:
 (`--gram-by`). Heads of different tasks have nothing in common.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -36,7 +35,6 @@ def project_onto_simplex(point: Vector) -> Vector:
     return np.asarray(inside / inside.sum())
 
 
-@dataclass(frozen=True, kw_only=True)
 class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
@@ -65,7 +63,6 @@ class FromStart(Method):
         return {**server_state, INITIAL: {**subtree(server_state, INITIAL), **subtree(self.init(newcomers), INITIAL)}}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedGraph(FromStart):
     """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
 

@@ -9,7 +9,7 @@ up apart, h values more; clients that train some of the heads alone, by their me
 beyond a side of a layer, its factors are orthonormal the other way. Heads of tasks are averaged inside their task.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -25,7 +25,6 @@ from atlas_fl.ranges import Range
 from atlas_fl.rng import torch_generator
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgOfHeads(FedAvgBetweenFactors):
     """RAVAN: the average of all s_i H_i between orthonormal factors that the seed draws."""
 

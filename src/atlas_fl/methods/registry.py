@@ -18,6 +18,7 @@ from atlas_fl.methods.method import Method, Part, PublishedMethod
 from atlas_fl.methods.mr_mtl import PersonalModels
 from atlas_fl.methods.scaffold import ControlVariates
 from atlas_fl.methods.second_model import SecondModel
+from atlas_fl.methods.shrinkage import ShrunkModels
 from atlas_fl.packaged import packaged_tables
 
 PartT = TypeVar("PartT", bound=Part)
@@ -47,6 +48,14 @@ ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 
 SECOND_MODELS: Mapping[str, type[SecondModel]] = _classes(SecondModel, "kind")
 """Second models by kind, as `--second-model` says; `none` is a client's only one."""
+
+
+PERSONAL_MODELS: Mapping[str, type[SecondModel]] = {
+    "none": PersonalModels,
+    "stacked": PersonalAdapters,
+    "shrunk": ShrunkModels,
+}
+"""Models of one's own by the same kinds, where they are what is mixed (`--personal-models`)."""
 
 
 def published(name: str) -> PublishedMethod:
@@ -82,7 +91,7 @@ def parts_of(method: Method, values: Mapping[str, Any]) -> tuple[Part, ...]:
     options = method.options
     parts: list[Part] = [method]
     if options.personal_models:
-        parts.append(make(PersonalModels if options.second_model == "none" else PersonalAdapters, values))
+        parts.append(make(PERSONAL_MODELS[options.second_model], values))
     elif options.second_model != "none":
         parts.append(make(SECOND_MODELS[options.second_model], values))
     if options.control_variates:

@@ -16,7 +16,6 @@ their task. An update's norm is bounded before any rule (`aggregation.norm_bound
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Annotated
 
@@ -83,7 +82,6 @@ def model_distances(step: MixingContext, clients: Sequence[int], options: Strate
     return squared_distances(step.models.after, names, options, head=step.parameters.is_head)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Robust(Method):
     """An aggregate of the present of each group that few hostile clients do not move far.
 
@@ -144,7 +142,6 @@ class Median(Robust, ByCohort):
         return {client: models[client] for client in fresh}
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrimmedMean(Median):
     """The mean of every value without its lowest and highest (`--trim`)."""
 

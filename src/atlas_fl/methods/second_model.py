@@ -12,7 +12,6 @@ With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -24,7 +23,6 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, SHARE, ByC
 from atlas_fl.ranges import Range
 
 
-@dataclass(frozen=True, kw_only=True)
 class SecondModel(Part):
     """A second model of one kind, at the client and in the round."""
 
@@ -44,6 +42,8 @@ class SecondModel(Part):
     """The value of `--second-model`."""
     role: ClassVar[str] = "companion"
     """The kind under which the shared model goes to the second training: an `anchor` pulls it by the second weight."""
+    begins_there: ClassVar[bool] = False
+    """The client trains on from its companion, and not from its own model."""
 
     tells_share: ClassVar[bool] = False
     """The shared model may come with the client's share in it."""

@@ -208,7 +208,6 @@ class ByCohort(Method):
         return Aggregated(server_state={}, client_models=models, discarded=discarded)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServerStep(ByCohort):
     """The average change of each cohort is the gradient of a step of the server."""
 

@@ -18,7 +18,6 @@ arXiv:2403.15038, have weights for neighbours of unequal noise, and a second rul
 the risk minimised over all convex weights); both are left out.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -39,7 +38,6 @@ def neighbour_rows(covariance: Square, noise: Vector, *, zeta: float, c: float) 
     return np.asarray(np.diag(kept) + ((1 - kept) / sizes)[:, None] * near)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimilarityTests(FromHalves):
     """Models shrunk to the average of neighbours that a test finds (AISTATS 2021; `--stb-zeta`, `--stb-c`)."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
-from atlas_fl.params import HEAD, SHARE, Params, digest, select, shared_params
+from atlas_fl.params import HEAD, REPORT, SHARE, Params, digest, select, shared_params
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
 from atlas_fl.runtime.transport.frames import Head, Message
@@ -80,7 +80,8 @@ class SumSite:
             own_share = common.pop(SHARE, None)
             self._round, self._start = job.round, shared_params(common, share)
             self._own = digest({**job.params, **job.kept.get("gate", {})}) if is_own else ""
-            if own_share is not None and 0 < self._most < float(own_share) - 1e-6:
+            is_others = options.second_model == "stacked"  # the site takes itself out of the mean by its share
+            if is_others and own_share is not None and 0 < self._most < float(own_share) - 1e-6:
                 raise ProtocolError(
                     f"the server gives this site a share of {float(own_share):.3g} in the mean; allowed:"
                     f" {self._most:.3g} by the examples of all; nothing was sent: ask who runs it"
@@ -90,10 +91,11 @@ class SumSite:
             if self.settings.clip:
                 self._change = clipped_change(self._start, self._trained, self.settings.clip)
                 self._trained = self._start
+            self._trained |= {key: one for key, one in tensors.items() if key.startswith(REPORT)}
             self._sums.clear()
-        names = sorted(key.removeprefix("param/") for key in tensors if key.startswith("param/"))
-        rest = {key: one for key, one in tensors.items() if not key.startswith("param/")}
-        return {**head, "withheld": names}, rest
+        withheld = sorted(key for key in tensors if key.startswith(("param/", REPORT)))
+        rest = {key: one for key, one in tensors.items() if key not in withheld}
+        return {**head, "withheld": [key.removeprefix("param/") for key in withheld]}, rest
 
     def answer(self, head: Head, tensors: Params) -> Params:
         """The answer to a step; raises ProtocolError for a server that does not keep to the protocol, or DataError."""
@@ -133,7 +135,7 @@ class SumSite:
     def _claim(self, group: SumGroup) -> bytes:
         """The model that this site began with: who shares its head shares all, and adapters several tasks share."""
         has_head = any(key.startswith(HEAD) for key in group.keys)
-        common = self._start if has_head else select(self._start, group.keys)
+        common = self._start if has_head else select(self._start, self._start.keys() & group.keys)
         return bytes.fromhex(digest(common) + digest(self._start)) + self.least.to_bytes(2, "big")
 
     def _noise(self, group: SumGroup, terms: bytes) -> Noise:

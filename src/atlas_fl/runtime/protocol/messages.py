@@ -18,7 +18,7 @@ from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
 from atlas_fl.config.values import Form, convert_value, describe, unwrap_optional
 from atlas_fl.errors import ProtocolError, short_repr
-from atlas_fl.params import PRIVATE, Params, flatten_by_client, unflatten_by_client
+from atlas_fl.params import PRIVATE, REPORT, Params, flatten_by_client, unflatten_by_client
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.ranges import Range
 from atlas_fl.runtime.transport.frames import Head, Message
@@ -79,8 +79,6 @@ CUT = "cut/"
 """Prefix of the names of messages through a cut."""
 SENT = "sent/"
 """Prefix of the names of a job's tensors beside its model (`Job.sent`)."""
-REPORT = "report/"
-"""Prefix of the names of an answer's tensors beside its model (`Update.reported`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +217,8 @@ def read_update(head: Head, tensors: Params, *, job: Job) -> Update:
         keys=said.keys,
         crossed={(kind, direction): size for kind, direction, size in said.crossed},
         classes=classes,
-        reported=read_trees(REPORT, tensors),
+        # of numbers that are summed nothing comes
+        reported=read_trees(REPORT, {**dict.fromkeys(withheld, torch.zeros(())), **tensors}),
     )
 
 
