@@ -4,12 +4,13 @@ Light, since help pages are made from them: a command's own module is imported w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
 from atlas_fl.deployment.consent import ServiceChoices, SiteChoices
+from atlas_fl.option_groups import Options
 from atlas_fl.ranges import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
@@ -17,8 +18,7 @@ PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "prop
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingsOptions:
+class SettingsOptions(Options):
     """Options of a command that takes every setting as a flag."""
 
     config: str | None = None
@@ -26,23 +26,20 @@ class SettingsOptions:
     settings: Config = field(default_factory=Config)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrackerOptions:
+class TrackerOptions(Options):
     """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
 
     tracker: tuple[str, ...] = ()
     """Log to the tracker of a plug-in too: `name=place`, such as `wandb=PROJECT`; may be repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunsDirOptions:
+class RunsDirOptions(Options):
     """Options of a command that finds runs by their names."""
 
     runs_dir: str = "runs"
     """Where run folders lie."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OneRunOptions(RunsDirOptions):
     """Options of a command on one run."""
 
@@ -50,7 +47,6 @@ class OneRunOptions(RunsDirOptions):
     """Folder of the run, or its name in --runs-dir."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunOptions(TrackerOptions, SettingsOptions):
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
@@ -58,7 +54,6 @@ class RunOptions(TrackerOptions, SettingsOptions):
     """Go on with the run of these settings, if it was begun."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(SettingsOptions):
     """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
     nothing but with --to."""
@@ -67,7 +62,6 @@ class PlanOptions(SettingsOptions):
     """Write the plan as JSON to this file as well."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(TrackerOptions, OneRunOptions):
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
@@ -75,8 +69,7 @@ class ResumeOptions(TrackerOptions, OneRunOptions):
     """Stop after this many rounds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FetchOptions:
+class FetchOptions(Options):
     """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts (embedded), what the vision
     presets need, a DINOv2 ViT-S/14 and Fashion-MNIST (vision), or a language model, SmolLM2-135M-Instruct (llm), into a
     cache of the user's; checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
@@ -85,8 +78,7 @@ class FetchOptions:
     """Assets to get."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
+class ListOptions(Options):
     """Show what there is to choose from. Without a word, what can be listed."""
 
     what: Annotated[What | None, Positional("WHAT")] = None
@@ -97,8 +89,7 @@ class ListOptions:
     """Plug-ins whose registrations are listed too; may be repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckMethodOptions:
+class CheckMethodOptions(Options):
     """Check that the methods of a plug-in obey the laws of methods: rows that sum to one, no order of clients, absent
     clients, a restart and others; exits with 1 where one does not."""
 
@@ -106,7 +97,6 @@ class CheckMethodOptions:
     """The plug-in, as --plugin takes it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportOptions(RunsDirOptions):
     """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
     nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
@@ -123,7 +113,6 @@ class ReportOptions(RunsDirOptions):
     """Plug-ins with figures of your own; those that a run names are not loaded. May be repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(OneRunOptions):
     """Score the models of a finished run on their clients' own rows, the frozen model and clients alone beside them,
     and let those that write text answer; leaves evaluation.json and answers.jsonl in the run's folder."""
@@ -155,7 +144,6 @@ class EvaluateOptions(OneRunOptions):
     """Ask them in the chat template."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(RunsDirOptions):
     """Let a client's model of a finished run write what follows a text."""
 
@@ -173,8 +161,7 @@ class GenerateOptions(RunsDirOptions):
     """The system message of the conversation, for a client whose conversations had one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultsOptions:
+class ResultsOptions(Options):
     """Write one page of results from all finished runs below some folders: a table of methods for each federation with
     tests against the control, and ranks over all of them."""
 
@@ -191,13 +178,11 @@ class ResultsOptions:
     """Write also the tables that `atlas report` folds: clients, probabilities, tests."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AuditOptions(OneRunOptions):
     """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
     run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(OneRunOptions):
     """Write the model of one client, or the one model of all: adapter and head as `PeftModel.from_pretrained` reads
     them, or of a run that trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
@@ -221,7 +206,6 @@ class ExportOptions(OneRunOptions):
     """Make the uploaded model one that everybody can read."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlaceOptions(OneRunOptions):
     """Say to which cluster of a run a newcomer belongs: its fingerprint is taken as the run took those of its clients;
     trains nothing federally and writes nothing."""
@@ -232,7 +216,6 @@ class PlaceOptions(OneRunOptions):
     """Training examples that it has; as many as a client of the run by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttackOptions(SettingsOptions):
     """Try to learn training examples out of what clients send, under the same settings as `atlas run`: `membership` of
     an example in one client's models, `tokens` out of its updates, a lower bound of epsilon by `canaries`, `properties`
@@ -251,8 +234,7 @@ class AttackOptions(SettingsOptions):
     """Write the table as JSON to this file as well."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MasksOptions:
+class MasksOptions(Options):
     """Show and draw where masks let weights move, and how far several of them agree; with --merge write one mask for a
     run to come (`--mask-file`)."""
 
@@ -266,7 +248,6 @@ class MasksOptions:
     """Where run folders lie, and the figures of several masks; those of one lie in its folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class VectorsOptions(RunsDirOptions):
     """Merge what finished runs on images have added to one model, and score the merged model on the tasks of all of
     them, at several scales. With --to the best one by validation is written, as stock transformers load it."""
@@ -285,7 +266,6 @@ class VectorsOptions(RunsDirOptions):
     """A new folder for the merged models, the table as CSV, and its figure."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SweepOptions(SettingsOptions):
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
     Ends in tables, their CSV and LaTeX files, and a figure."""
@@ -298,7 +278,6 @@ class SweepOptions(SettingsOptions):
     """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompareOptions(SettingsOptions):
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in tables, their
     CSV and LaTeX files, a figure and a page."""
@@ -321,7 +300,6 @@ class CompareOptions(SettingsOptions):
     """Runs at once, each in a process of its own with its share of the cores."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServiceChoices, SettingsOptions):
     """Train a federation whose clients join from other machines, each with its own certificate and data. The same
     command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
@@ -334,7 +312,6 @@ class ServeOptions(ServiceChoices, SettingsOptions):
     """Settings in the place of defaults where neither a file nor a flag says them: sites may claim any examples."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class JoinOptions(SiteChoices):
     """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
     and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
@@ -347,8 +324,7 @@ class JoinOptions(SiteChoices):
     """A TOML or YAML file of settings; this site works for no server with others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertsOptions:
+class CertsOptions(Options):
     """The certificates of a federation across machines. `make DIR` makes an authority, a server and a folder for each
     site, or adds sites where --server is left out; `renew NAME` replaces a site's certificate and `revoke NAME` takes
     it off the list, while the server runs too. A site that makes its own key says `request NAME`, and `sign REQUEST`
@@ -370,13 +346,11 @@ class CertsOptions:
     """Days that the certificates hold, and not longer than their authority."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DoctorOptions(RunsDirOptions):
     """Show what is installed, which devices there are, what is missing and how to get it; exits with 1 where something
     is missing that the presets smoke and quick need."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions(RunsDirOptions):
     """Train a first federation and write its page: says what happens and what to look at. The run is that of
     `atlas run --preset quick`; given again, the command goes on where it was stopped."""

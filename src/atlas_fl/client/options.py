@@ -4,9 +4,9 @@ A job carries one of these across the wire; `setup.options` makes them from the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from atlas_fl.option_groups import Options
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_SCALE, Split, is_last_layer
 
 TrainedParts: TypeAlias = Literal[
@@ -18,8 +18,7 @@ OWN_TRAINER = "atlas"
 """The training loop of `client.local_training`, among those of plug-ins."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(Options):
     """Options of local training. A run has `rounds * steps` steps; the schedule runs over all of them."""
 
     seed: int
@@ -145,8 +144,7 @@ class TrainOptions:
         return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(Options):
     """Which split to score."""
 
     split: Split
@@ -158,8 +156,7 @@ class EvaluateOptions:
     """Report the outputs and labels of every example; of simulated clients alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FingerprintOptions:
+class FingerprintOptions(Options):
     """Options of a fingerprint."""
 
     kind: str
@@ -189,8 +186,7 @@ class FingerprintOptions:
         return None if self.samples is None else (self.samples + 1 - half) // 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportanceOptions:
+class ImportanceOptions(Options):
     """Options of layer importance."""
 
     kind: Literal["gradient", "rngwp"]
@@ -204,20 +200,17 @@ class ImportanceOptions:
         return self.train.batch_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class RidgeOptions:
+class RidgeOptions(Options):
     """No options: every training example counts once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
+class ScaleOptions(Options):
     """Number of a client's first validation examples that are looked at."""
 
     examples: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SensitivityOptions:
+class SensitivityOptions(Options):
     """From which examples the scores are made, and with which labels."""
 
     seed: int

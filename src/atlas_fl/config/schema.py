@@ -6,11 +6,12 @@ docstring is its help; its annotation has its type, its range and its marks (`co
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from atlas_fl.config.values import Form, Mark, invalid_value, parse_integer
 from atlas_fl.methods.knobs import Tried, knobs_class
+from atlas_fl.option_groups import Options
 from atlas_fl.plugins import split_pin
 from atlas_fl.ranges import Range
 
@@ -22,8 +23,7 @@ def _is_folder_name(name: str | None) -> bool:
     return name is None or not ("/" in name or name.startswith(".") or len(name.encode()) > MOST_NAME_BYTES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Options):
     """Tasks, clients and their devices."""
 
     tasks: Annotated[
@@ -108,8 +108,7 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     return round_by_client
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Options):
     """Rounds and local training."""
 
     rounds: Annotated[int, Range(least=1, at_site=10**5), Mark.COMMON] = 12
@@ -213,8 +212,7 @@ WILDCARD = "*"
 """Stands for everyone who is not named."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitConfig:
+class SplitConfig(Options):
     """Phase 3: models cut in two, the lower part on the client and the upper one on the server."""
 
     split: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = NONE
@@ -263,8 +261,7 @@ def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
     return next(words[name] for name in (client, task, device, WILDCARD) if name in words)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RobustConfig:
+class RobustConfig(Options):
     """Robust aggregation: what an update, or a claim of examples, may do to the others."""
 
     norm_bound: Annotated[Literal["refuse", "clip", "off"], Mark.COMMON] = "refuse"
@@ -286,8 +283,7 @@ def server_config(**values: Any) -> Any:
     return knobs_class()(**values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackConfig:
+class AttackConfig(Options):
     """Hostile clients, in simulations alone: what they do, and what they do not harm under a robust rule."""
 
     attack: Annotated[
@@ -308,8 +304,7 @@ ALL_CLASSES = "iid"
 """Value of `nc` under which every client has all classes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagesConfig:
+class ImagesConfig(Options):
     """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
     tune: Annotated[Literal["whole", "lora"], Mark.COMMON, Mark.OF_IMAGES] = "whole"
@@ -351,8 +346,7 @@ class ImagesConfig:
     """Mirror every second training image."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseConfig:
+class SparseConfig(Options):
     """Task arithmetic: only the weights under a mask move."""
 
     mask: Annotated[
@@ -387,8 +381,7 @@ def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
     return (None, None) if mask_file is None else split_pin(mask_file)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Options):
     """The frozen backbone and its adapters."""
 
     model: Annotated[str, Mark.COMMON] = "minilm"
@@ -417,8 +410,7 @@ class ModelConfig:
     """A PEFT adapter folder that every client starts from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusteringConfig:
+class ClusteringConfig(Options):
     """Phase 1: which clients share a task."""
 
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
@@ -458,8 +450,7 @@ class ClusteringConfig:
     """Weight of the previous clusters when clients are clustered again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RanksConfig:
+class RanksConfig(Options):
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
@@ -492,8 +483,7 @@ class RanksConfig:
     """Give clusters with a harder task more of their budget."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixingConfig:
+class MixingConfig(Options):
     """Phase 4: the server's rule."""
 
     strategy: Annotated[str, Mark.COMMON] = "atlas"
@@ -557,8 +547,7 @@ class MixingConfig:
     this times the clients over 2^30."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Options):
     """Seed, records and machine."""
 
     seed: Annotated[int, Range(least=0), Mark.COMMON] = 42
@@ -616,8 +605,7 @@ class RunConfig:
     each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Options):
     """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)

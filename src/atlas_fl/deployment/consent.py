@@ -5,11 +5,12 @@ settings (`deployment.job_policy`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeAlias
 
 from atlas_fl.config.settings import check_range, declared_settings
 from atlas_fl.errors import ConfigError
+from atlas_fl.option_groups import Options
 from atlas_fl.ranges import Range
 
 Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
@@ -26,8 +27,7 @@ ALLOWANCES: Mapping[Allowance, str] = {
 """The consequence of each word."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiteChoices:
+class SiteChoices(Options):
     """Data, model, device and consent of a site, as its owner gives them: options of `atlas join`, and keys of Flower's
     `--node-config`."""
 
@@ -87,8 +87,7 @@ class SiteChoices:
     NAME-adapter by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServiceChoices:
+class ServiceChoices(Options):
     """Address and waiting times of a server, as its owner gives them: options of `atlas serve`, and keys of Flower's
     `--run-config`."""
 
