@@ -6,7 +6,7 @@ registers (`runtime.protocol.client_metadata`); they are stored, so that a run c
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -198,7 +198,6 @@ NOT_LISTED = "it is not listed any more"
 """The reason why a client is lost that was taken off the list while the server runs."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServerOptions(ServiceChoices):
     """Address, certificates and waiting times of a server."""
 

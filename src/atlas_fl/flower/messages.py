@@ -1,7 +1,6 @@
 """Messages between Flower's ServerApp and ClientApp, and `--node-config`; the only importer of Flower, an extra."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -30,7 +29,6 @@ INVITATION = ("address", "token", CA, CERT, KEY)
 SAMPLE = 'name="site-1" task="mine=reviews.csv" device="laptop_8gb"'
 
 
-@dataclass(frozen=True, kw_only=True)
 class Node(SiteChoices):
     """Choices of a node: keys of `--node-config` with `_` for `-`; `allow` is there one text with spaces between."""
 

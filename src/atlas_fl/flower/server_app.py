@@ -188,7 +188,6 @@ class Invitations:
             self._sent.push(content)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Order(ServiceChoices):
     """The settings of `flwr run --run-config` (`KEYS`), with `_` for `-`."""
 
