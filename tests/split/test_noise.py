@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.errors import ProtocolError
 from atlas_fl.rng import generator
-from atlas_fl.split.channel import Cut, CutChannel
-from atlas_fl.split.codec import WIRES, add_noise, decode_rows, simulated_secret
+from atlas_fl.split.channel import Cut, encode_up
+from atlas_fl.split.codec import WIRES, add_noise, decode_rows, encode_rows, simulated_secret
 
 SECRET = bytes(range(32))
 SEEN = {"seed": 17, "client": "movie-0", "round": 3, "step": 5}
@@ -60,14 +59,13 @@ def error(found: Tensor, rows: Tensor) -> float:
 @pytest.mark.parametrize("noise", [1.0, 2.0])
 def test_who_knows_all_but_the_secret_does_not_take_the_noise_off(wire, left: float, noise: float) -> None:
     """With the noise drawn from what the server sends, the same attack leaves next to nothing of it."""
-    rows, plain = rows_of(), CutChannel(Cut(blocks=1, wire=wire))
+    rows, cut = rows_of(), Cut(blocks=1, wire=wire, noise=noise)
     known = seeded(tuple(rows.shape))
-    before = decode_rows(plain.encode_up(rows + noise * rms(rows) * known, "activation"))[0]
+    before = decode_rows(encode_rows(rows + noise * rms(rows) * known, wire=wire))[0]
     assert error(before, rows) == pytest.approx(noise, rel=0.1)
     assert error(taken_off(before, known, noise=noise), rows) < left
 
-    line = CutChannel(Cut(blocks=1, wire=wire, noise=noise), secret=SECRET)
-    arrived = decode_rows(line.encode_up(rows, "activation"))[0]
+    arrived = decode_rows(encode_up(rows, "activation", cut=cut, secret=SECRET))[0]
     simulated = noise_of(rows, noise=noise, secret=simulated_secret(SEEN["seed"], SEEN["client"]))
     for guess in (known, simulated, noise_of(arrived, noise=noise, secret=bytes(32))):
         assert error(taken_off(arrived, guess, noise=noise), rows) > 0.9 * noise
@@ -146,7 +144,8 @@ def test_a_simulation_has_a_secret_of_its_own_for_each_client_and_seed() -> None
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_noise_without_a_secret_is_refused(wire) -> None:
-    with pytest.raises(ProtocolError, match=r"noise of 0\.5 is asked for"):
-        CutChannel(Cut(blocks=1, wire=wire, noise=0.5))
-    assert CutChannel(Cut(blocks=1, wire=wire)).encode_up(torch.ones(1, 2), "activation")
+def test_nothing_leaves_without_its_noise(wire) -> None:
+    rows = torch.ones(1, 2)
+    with pytest.raises(AssertionError):
+        encode_up(rows, "activation", cut=Cut(blocks=1, wire=wire, noise=0.5), secret=None)
+    assert encode_up(rows, "activation", cut=Cut(blocks=1, wire=wire), secret=None)

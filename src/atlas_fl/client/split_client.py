@@ -27,7 +27,7 @@ from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, Importa
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import Params
-from atlas_fl.split.channel import NORMS, Cut, CutChannel
+from atlas_fl.split.channel import NORMS, Cut, encode_up
 from atlas_fl.split.codec import ROWS, read_message, simulated_secret
 from atlas_fl.split.model import client_forward
 from atlas_fl.storage.tensors import encode_tensors
@@ -44,8 +44,8 @@ class ClientSide:
     indices: tuple[int, ...]
     """Indices of the client's trained tensors among those of the whole model."""
     server: ServerLink
-    channel: CutChannel
-    """Writes its messages up."""
+    secret: bytes | None
+    """Its noise is drawn from it."""
     closing: dict[str, bytes] = field(default_factory=dict)
     """Messages that the last step left to be sent."""
 
@@ -88,7 +88,8 @@ class ClientSide:
         """The rows, with all that the server needs to go on from them."""
         reads = row.target_positions[0]
         beside = {"lengths": row.lengths[0]} | ({} if reads is None else {"places": reads})
-        sent = {**self.closing, "0/activation": self.channel.encode_up(hidden, "activation", extra=beside)}
+        activation = encode_up(hidden, "activation", cut=self.cut, secret=self.secret, extra=beside)
+        sent = {**self.closing, "0/activation": activation}
         if self.cut.head == "server":
             sent["0/label"] = encode_tensors({"labels": row.labels[0]})
         return sent
@@ -113,7 +114,7 @@ class ClientSide:
         loss = head_loss(read)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         assert read.grad is not None, "a loss has a gradient by what it is of"
-        sent = {"0/gradient": self.channel.encode_up(read.grad, "gradient")}
+        sent = {"0/gradient": encode_up(read.grad, "gradient", cut=self.cut, secret=self.secret)}
         return self.server("gradient", done, sent), loss.detach()
 
     def features(self, hidden: Tensor, row: batching.PackedBatch, done: int) -> Tensor:
@@ -143,7 +144,7 @@ def client_side_of(job: Job, site: Site, *, indices: tuple[int, ...], server: Se
     secret = site.secrets.get(job.client)
     if secret is None and site.seed is not None:
         secret = simulated_secret(site.seed, job.client)
-    return ClientSide(cut=job.cut, indices=indices, server=server, channel=CutChannel(job.cut, secret=secret))
+    return ClientSide(cut=job.cut, indices=indices, server=server, secret=secret)
 
 
 def train_below(job: Job, site: Site, crossing: ClientSide) -> Update:

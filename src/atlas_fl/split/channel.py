@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from atlas_fl.errors import ProtocolError
 from atlas_fl.split.codec import WireName, add_noise, encode_rows
 from atlas_fl.storage.ledger import Direction, Kind
 
@@ -46,20 +45,14 @@ NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 """The cuts of clients that are all whole."""
 
 
-class CutChannel:
-    """One client's way through its cut: encodes what leaves it."""
+def encode_up(
+    rows: Tensor, kind: Kind, *, cut: Cut, secret: bytes | None, extra: Mapping[str, Tensor] | None = None
+) -> bytes:
+    """A client's message through its cut: the rows (tokens, width) with its noise, and `extra` beside them.
 
-    def __init__(self, cut: Cut, *, secret: bytes | None = None) -> None:
-        """`secret` is what the client's noise is drawn from; raises `ProtocolError` for noise without one."""
-        if cut.noise and secret is None:
-            raise ProtocolError(
-                f"noise of {cut.noise:g} is asked for at a cut, and the settings have none; install the same atlas-fl"
-                " on both ends"
-            )
-        self.cut, self._secret = cut, secret
-
-    def encode_up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
-        """A client's message: the rows (tokens, width) with its noise, and `extra` beside them."""
-        if self.cut.noise and self._secret is not None:
-            rows = add_noise(rows, noise=self.cut.noise, secret=self._secret, kind=kind)
-        return encode_rows(rows, wire=self.cut.wire, extra=extra)
+    `secret` is what the noise is drawn from.
+    """
+    if cut.noise:
+        assert secret is not None, "a site has a secret, and so has a client of a simulation"
+        rows = add_noise(rows, noise=cut.noise, secret=secret, kind=kind)
+    return encode_rows(rows, wire=cut.wire, extra=extra)
