@@ -16,7 +16,7 @@ from typing import Any
 
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset, with_own_data
-from atlas_fl.data.tables import SPLITS, Table, from_datasets
+from atlas_fl.data.tables import Table, from_datasets, split_of
 from atlas_fl.data.user_files import with_labels
 from atlas_fl.errors import DataError, short_repr
 from atlas_fl.storage.folder_access import write_atomic
@@ -74,10 +74,8 @@ def task_row(
 
 def _tables(examples: Any) -> dict[str, Table]:
     """The columns of the examples by split, or as `all`."""
-    known = {word for words in SPLITS.values() for word in words}
-    if isinstance(examples, Mapping) and examples and all(str(word).lower() in known for word in examples):
-        tables = {word: _tables(rows)["all"] for word, rows in examples.items()}
-        return {next(split for split in SPLITS if word.lower() in SPLITS[split]): tables[word] for word in tables}
+    if isinstance(examples, Mapping) and examples and all(split_of(word) for word in examples):
+        return {str(split_of(word)): _tables(rows)["all"] for word, rows in examples.items()}
     if hasattr(examples, "with_format") and hasattr(examples, "features"):  # a datasets.Dataset
         return {"all": from_datasets({"all": examples}, class_names=True)["all"]}
     if hasattr(examples, "to_dict"):  # a pandas.DataFrame
