@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +35,7 @@ import torch
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, secure_means
 from atlas_fl.client.job import Job, Update, make_jobs
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.deployment.privacy_record import SumRecord
+from atlas_fl.deployment.privacy_record import pay_sums
 from atlas_fl.events import ignore
 from atlas_fl.params import Params, Split
 from atlas_fl.rng import generator
@@ -148,7 +149,7 @@ def join(folder: Path, port: int, name: str, rank: int, leaves: str, secure: boo
         certificate=certs.cert,
         examples=EXAMPLES,
     )
-    address, record = f"localhost:{port}", SumRecord(path=folder / f"{name}-sums")
+    address, record = f"localhost:{port}", partial(pay_sums, path=folder / f"{name}-sums")
     with Link(address, certs, hello=dict, patience=SECONDS, first_patience=SECONDS, on_event=ignore) as link:
         client = site_worker.SiteClient(
             name=name,
@@ -159,7 +160,7 @@ def join(folder: Path, port: int, name: str, rank: int, leaves: str, secure: boo
             receiver=Receiver(),
             on_final_model=lambda *_: None,
             policy=Consent(),
-            sums=SumSite(identity=identity, settings=SETTINGS, pay=record.pay) if secure else None,
+            sums=SumSite(identity=identity, settings=SETTINGS, pay=record) if secure else None,
         )
         threading.Thread(target=client.run, daemon=True).start()
         while meter.recv():

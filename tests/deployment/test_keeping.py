@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atlas_fl.config import Config
-from atlas_fl.deployment.privacy_record import SumRecord
+from atlas_fl.deployment.privacy_record import pay_sums
 from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
 from atlas_fl.deployment.site import SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
@@ -63,7 +63,7 @@ def test_what_a_site_keeps_can_be_read_by_its_user_alone_whatever_the_umask(tmp_
         for folder in (tmp_path / "a-private", tmp_path / "given"):
             owner = Owner(client="a", config=RECEIPT.config)
             PrivateParamStore(folder=folder, owner=owner, **own)._keep({"q": torch.ones(2)}, 1)
-        SumRecord(path=tmp_path / "a-sums").pay({"a sum": "its digest"})
+        pay_sums({"a sum": "its digest"}, path=tmp_path / "a-sums")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}

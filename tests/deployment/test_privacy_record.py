@@ -3,6 +3,7 @@
 import copy
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Source
 from atlas_fl.deployment import privacy_record
 from atlas_fl.deployment.consent import SiteChoices, check_consent
-from atlas_fl.deployment.privacy_record import PrivacyRecord, pay_run
+from atlas_fl.deployment.privacy_record import pay_job, pay_run
 from atlas_fl.deployment.settings_policy import check_settings
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.storage.jsonl import read_json
@@ -32,17 +33,17 @@ PRIVATE = {"dp": "example", "strategy": "fedavg", "alone": "none", "ranks": "4",
 def test_a_question_is_paid_for_once_and_the_budget_ends_with_the_rounds(tmp_path: Path) -> None:
     path = tmp_path / "a-privacy"
     for number in (1, 2, 2, 3):  # a record of each session of a site that is started again
-        assert PrivacyRecord(path=path, most=None).pay(f"{number}", 40, OPTIONS, 10) == 10 * number
+        assert pay_job(f"{number}", 40, OPTIONS, 10, path=path, epsilon=None) == 10 * number
     paid = path.read_bytes()
     spent = r"epsilon 1\.\d+ at delta 0\.001 with this round by .*a-privacy; allowed: 1; bring"
     with pytest.raises(ConfigError, match=spent):
-        PrivacyRecord(path=path, most=None).pay("4", 40, OPTIONS, 10)
+        pay_job("4", 40, OPTIONS, 10, path=path, epsilon=None)
     assert path.read_bytes() == paid, "nothing is recorded of what was refused"
-    assert PrivacyRecord(path=path, most=None).pay("3", 40, OPTIONS, 10) == 30, "the same question is still answered"
+    assert pay_job("3", 40, OPTIONS, 10, path=path, epsilon=None) == 30, "the same question is still answered"
     other = replace(OPTIONS, epsilon=0.5)  # another run on the same examples, whose rounds cost less
     with pytest.raises(ConfigError, match=r"allowed: 1\.04;"):
-        PrivacyRecord(path=path, most=1.04).pay("5", 40, other, 10)
-    assert PrivacyRecord(path=path, most=1.5).pay("5", 40, other, 10) == 10
+        pay_job("5", 40, other, 10, path=path, epsilon=1.04)
+    assert pay_job("5", 40, other, 10, path=path, epsilon=1.5) == 10
 
 
 def test_runs_with_client_privacy_add_up_and_one_that_was_paid_goes_on(tmp_path: Path) -> None:
@@ -73,36 +74,38 @@ def test_no_later_delta_makes_what_was_paid_cheaper(tmp_path: Path) -> None:
             pay_run(account, "two", (2.0, 0.0, 6), delta=second, most=whole - 0.01)
         pay_run(account, "two", (2.0, 0.0, 6), delta=second, most=whole + 1e-9)
         assert read_json(account)["delta"] == 1e-2
-    record = PrivacyRecord(path=tmp_path / "a-privacy", most=1.1)
-    record.pay("1", 40, OPTIONS, 30)  # spends its epsilon of 1 at delta .001
+    account = tmp_path / "a-privacy"
+    pay = partial(pay_job, path=account, epsilon=1.1)
+    pay("1", 40, OPTIONS, 30)  # spends its epsilon of 1 at delta .001
     with pytest.raises(ConfigError, match=r"at delta 0\.001 with this round"):
-        record.pay("2", 16, replace(OPTIONS, delta=None, epsilon=0.9), 12)  # 16 rows: .047
+        pay("2", 16, replace(OPTIONS, delta=None, epsilon=0.9), 12)  # 16 rows: .047
 
 
 def test_two_federations_at_once_pay_for_all_that_they_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(privacy_record, "epsilon_of_all", lambda *_: 0.0)
-    record = PrivacyRecord(path=tmp_path / "a-privacy", most=None)
-    record.pay("first", 40, OPTIONS, 10)
+    account = tmp_path / "a-privacy"
+    pay = partial(pay_job, path=account, epsilon=None)
+    pay("first", 40, OPTIONS, 10)
 
-    def pay(federation: str) -> None:
+    def pay_twenty(federation: str) -> None:
         for number in range(20):
-            record.pay(f"{federation}{number}", 40, OPTIONS, 10)
+            pay(f"{federation}{number}", 40, OPTIONS, 10)
 
-    threads = [threading.Thread(target=pay, args=(federation,)) for federation in "xy"]
+    threads = [threading.Thread(target=pay_twenty, args=(federation,)) for federation in "xy"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read_json(record.path)["paid"]) == 41
+    assert len(read_json(account)["paid"]) == 41
 
 
 def test_a_damaged_record_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "a-privacy"
-    PrivacyRecord(path=path, most=None).pay("1", 40, OPTIONS, 10)
+    pay_job("1", 40, OPTIONS, 10, path=path, epsilon=None)
     for text in (path.read_text().replace("10", "1"), '{"mine": 1}'):
         path.write_text(text)
         with pytest.raises(CheckpointError, match="it is not what was written"):
-            PrivacyRecord(path=path, most=None).pay("2", 40, OPTIONS, 10)
+            pay_job("2", 40, OPTIONS, 10, path=path, epsilon=None)
         assert path.read_text() == text
 
 
@@ -112,8 +115,9 @@ def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same
     """By equal noise under two models, scales or settings, or with and without an example, a difference shows them."""
     monkeypatch.setattr(privacy_record, "epsilon_of_all", lambda *_: 0.0)
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=12)
-    record = PrivacyRecord(path=tmp_path / "a-privacy", most=100.0)
-    site = replace(site_of(tiny, spec), secrets={"a-0": b"s" * 32}, seed=None, pay=record.pay)
+    account = tmp_path / "a-privacy"
+    pay = partial(pay_job, path=account, epsilon=100.0)
+    site = replace(site_of(tiny, spec), secrets={"a-0": b"s" * 32}, seed=None, pay=pay)
     options = replace(OPTIONS, optimizer="sgd", lr=1e4, clip=1e-6, batch_size=12, max_steps=1)
     start = tiny.params(spec)
     other = {key: tensor + 1e-3 * key.endswith("lora_B") for key, tensor in start.items()}
@@ -127,7 +131,7 @@ def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same
     drawn = noise(first)
     assert noise(first) == drawn
     assert noise(replace(first, options=replace(options, hash_loaded=True))) == drawn, "an audit changes no draw"
-    assert len(read_json(record.path)["paid"]) == 1
+    assert len(read_json(account)["paid"]) == 1
     other_backbone = replace(site.backbone, model=copy.deepcopy(site.backbone.model))
     next(iter(other_backbone.parameters.values())).data.add_(1e-3)
     fewer = replace(site, data=site_of(tiny, replace(spec, examples=11)).data)
@@ -146,7 +150,7 @@ def test_noise_of_a_site_is_another_for_every_question_and_the_same_for_the_same
 
     assert all(abs(value - drawn) > 1e-5 for value in drawn_otherwise)
     assert len({*drawn_otherwise}) == len(drawn_otherwise)
-    assert len(read_json(record.path)["paid"]) == 9
+    assert len(read_json(account)["paid"]) == 9
 
 
 def consent(**values: object) -> SiteChoices:

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, run_folder
-from atlas_fl.deployment.privacy_record import SumRecord
+from atlas_fl.deployment.privacy_record import pay_sums
 from atlas_fl.deployment.service import run_id
 from atlas_fl.errors import AtlasError, ConfigError, ProtocolError
 from atlas_fl.experiment.run import run_config
@@ -184,7 +185,7 @@ def test_a_site_answers_one_sum_of_a_tensor_in_a_round_and_the_same_one_alike(tm
             identity=Identity(name="movie-0", book=book, signer=signer),
             settings=settings,
             secret=bytes(32),
-            pay=SumRecord(path=tmp_path / "movie-0-sums").pay,
+            pay=partial(pay_sums, path=tmp_path / "movie-0-sums"),
         )
         options = TrainOptions(seed=0)
         job = Job(client="movie-0", params=model, round=round, options=options)

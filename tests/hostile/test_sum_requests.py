@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurv
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.deployment.privacy_record import SumRecord
+from atlas_fl.deployment.privacy_record import pay_sums
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.params import HEAD, Params, shared_params
 from atlas_fl.runtime.coordinator.secure_sums import SumSite
@@ -56,7 +56,7 @@ class Sites:
                 settings=self.settings,
                 least=self.least.get(name, 3),
                 secret=name.encode().ljust(32),
-                pay=SumRecord(path=self.folder / f"{name}-sums").pay,
+                pay=partial(pay_sums, path=self.folder / f"{name}-sums"),
             )
             for name in self.names
         }

@@ -8,7 +8,7 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.deployment.privacy_record import PrivacyRecord
+from atlas_fl.deployment.privacy_record import pay_job
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
 from tests.runs.federation import SITES, Federations
@@ -110,7 +110,7 @@ def test_a_site_whose_budget_is_spent_trains_no_more_and_the_run_goes_on(federat
     fed = federation(SITES, **values)
     first = next(iter(SITES))
     options = TrainOptions(seed=0, rounds=2, batch_size=8, dp="example", epsilon=1.0)
-    PrivacyRecord(path=fed.folder / f"{first}-privacy", most=1.0).pay("a round of another run", 24, options, 3)
+    pay_job("a round of another run", 24, options, 3, path=fed.folder / f"{first}-privacy", epsilon=1.0)
     server, port = fed.serve("--min-clients", "1")
     sites = [fed.join(name, port) for name in SITES]
     said = [site.end() for site in sites]

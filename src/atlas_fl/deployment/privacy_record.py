@@ -12,7 +12,6 @@ cheaper. Several processes of a site share it.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,56 +31,48 @@ def _opened(path: Path, name: str) -> Iterator[dict[str, Any]]:
         write_sealed(path, account, mode=0o600)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivacyRecord:
-    """The account of one site."""
+def pay_job(
+    question: str, examples: int, options: TrainOptions, steps: int, *, path: Path, epsilon: float | None
+) -> int:
+    """Record the steps of this question; the steps that were paid at this rate and noise, with them.
 
-    path: Path
-    most: float | None
-    """Most epsilon of all runs together; None for that of the settings."""
-
-    def pay(self, question: str, examples: int, options: TrainOptions, steps: int) -> int:
-        """Record the steps of this question; the steps that were paid at this rate and noise, with them.
-
-        Raises ConfigError where all that was ever paid is more than the budget. Then nothing is recorded.
-        """
-        rate, noise = rate_of(examples, options), noise_multiplier(examples, options)
-        with _opened(self.path, "paid") as account:
-            paid = account["paid"]
-            if question not in paid:
-                paid[question] = [rate, noise, steps]
-                delta = account["delta"] = min(account.get("delta", 1.0), delta_of(examples, options.delta))
-                steps_by_cost = Counter[tuple[float, float]]()
-                for q, z, count in paid.values():
-                    steps_by_cost[q, z] += count
-                spent = epsilon_of_all(tuple((*cost, count) for cost, count in steps_by_cost.items()), delta)
-                most = options.epsilon if self.most is None else self.most
-                if spent > most:
-                    raise ConfigError(
-                        f"the training examples here would spend epsilon {spent:.4g} at delta {delta:.2g} with this"
-                        f" round by {self.path}; allowed: {most:g}; bring new examples with a --secret of their"
-                        " own, or give a larger --epsilon"
-                    )
-        return sum(count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SumRecord:
-    """The secure sums that a site has answered, over all runs: of its adapters and of its head each one a round."""
-
-    path: Path
-
-    def pay(self, sums: Mapping[str, str]) -> None:
-        """Record what is answered at these places; raises DataError where something else was."""
-        with _opened(self.path, "sums") as account:
-            paid = account["sums"]
-            if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
-                what = odd[0].partition(" of ")[0]
-                raise DataError(
-                    f"this site has answered another sum of {what} by {self.path}, and both together would show single"
-                    " sites; bring back who was in it, or begin a run with another --seed"
+    `epsilon` is the most of all runs together; None for that of the settings. Raises ConfigError where all that was
+    ever paid is more. Then nothing is recorded.
+    """
+    rate, noise = rate_of(examples, options), noise_multiplier(examples, options)
+    with _opened(path, "paid") as account:
+        paid = account["paid"]
+        if question not in paid:
+            paid[question] = [rate, noise, steps]
+            delta = account["delta"] = min(account.get("delta", 1.0), delta_of(examples, options.delta))
+            steps_by_cost = Counter[tuple[float, float]]()
+            for q, z, count in paid.values():
+                steps_by_cost[q, z] += count
+            spent = epsilon_of_all(tuple((*cost, count) for cost, count in steps_by_cost.items()), delta)
+            most = options.epsilon if epsilon is None else epsilon
+            if spent > most:
+                raise ConfigError(
+                    f"the training examples here would spend epsilon {spent:.4g} at delta {delta:.2g} with this"
+                    f" round by {path}; allowed: {most:g}; bring new examples with a --secret of their own, or give a"
+                    " larger --epsilon"
                 )
-            paid |= sums
+    return sum(count for asked, (*cost, count) in paid.items() if cost == [rate, noise] and " " not in asked)
+
+
+def pay_sums(sums: Mapping[str, str], *, path: Path) -> None:
+    """Record the secure sums that are answered at these places: of the adapters and of the head each one a round.
+
+    Raises DataError where something else was answered at one, in any run.
+    """
+    with _opened(path, "sums") as account:
+        paid = account["sums"]
+        if odd := [place for place, value in sums.items() if paid.get(place, value) != value]:
+            what = odd[0].partition(" of ")[0]
+            raise DataError(
+                f"this site has answered another sum of {what} by {path}, and both together would show single"
+                " sites; bring back who was in it, or begin a run with another --seed"
+            )
+        paid |= sums
 
 
 def pay_run(path: Path, run: str, cost: Sequence[float], *, delta: float, most: float) -> None:

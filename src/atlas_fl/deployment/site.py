@@ -20,7 +20,7 @@ from atlas_fl.data.clients import ClientData, data_notes, label_statistics, majo
 from atlas_fl.deployment import settings_policy
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
-from atlas_fl.deployment.privacy_record import PrivacyRecord, SumRecord, pay_run
+from atlas_fl.deployment.privacy_record import pay_job, pay_run, pay_sums
 from atlas_fl.deployment.receipt import OTHER_RUN, Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.start_models import start_models_of
@@ -104,7 +104,7 @@ class SiteRuntime:
         draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
         draws["settings"] = run or config_hash(config)
         if config.training.dp == "example":
-            draws["pay"] = PrivacyRecord(path=secret.with_name(f"{client.name}-privacy"), most=epsilon).pay
+            draws["pay"] = partial(pay_job, path=secret.with_name(f"{client.name}-privacy"), epsilon=epsilon)
         owner = Owner(client=client.name, config=draws["settings"])
         self._config = config
         self._client = client
@@ -259,7 +259,6 @@ def export_own_model(
     tell_notes(on_event, *lines)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SiteOptions(SiteChoices):
     """Choices of a site, its certificates and files, and the address of its server."""
 
@@ -352,7 +351,7 @@ def _sums(config: Config, joining: SiteOptions, *, secret: Path, examples: int) 
         least=max(LEAST, joining.secure),
         is_own=config.mixing.personal_models,
         secret=load_or_create_secret(secret),
-        pay=SumRecord(path=secret.with_name(f"{certs.name}-sums")).pay,
+        pay=partial(pay_sums, path=secret.with_name(f"{certs.name}-sums")),
     )
 
 
