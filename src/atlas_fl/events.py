@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from atlas_fl.frozen import Frozen
+
 
 @dataclass(frozen=True)
 class PhaseStarted:
@@ -24,8 +26,7 @@ class Progress:
     total: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundFinished:
+class RoundFinished(Frozen):
     """One round is trained, mixed, evaluated and recorded."""
 
     round: int

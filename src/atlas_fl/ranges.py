@@ -1,14 +1,14 @@
 """Ranges of numbers: what a setting or a description of a device may be."""
 
-from dataclasses import dataclass
 from math import inf
+
+from atlas_fl.frozen import Frozen
 
 LARGEST = 10**15
 """Largest number of any setting: a larger float does not hold every whole number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(Frozen):
     """Range of a setting that is a number, or of the numbers of a list."""
 
     least: float = -LARGEST

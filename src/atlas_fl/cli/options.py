@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from atlas_fl.config import Config
 from atlas_fl.config.settings import Positional
 from atlas_fl.deployment.consent import ServiceChoices, SiteChoices
-from atlas_fl.option_groups import Options
+from atlas_fl.frozen import Frozen
 from atlas_fl.ranges import Range
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
@@ -18,7 +18,7 @@ PrivacyAttackName: TypeAlias = Literal["membership", "tokens", "canaries", "prop
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
 
-class SettingsOptions(Options):
+class SettingsOptions(Frozen):
     """Options of a command that takes every setting as a flag."""
 
     config: str | None = None
@@ -26,14 +26,14 @@ class SettingsOptions(Options):
     settings: Config = field(default_factory=Config)
 
 
-class TrackerOptions(Options):
+class TrackerOptions(Frozen):
     """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
 
     tracker: tuple[str, ...] = ()
     """Log to the tracker of a plug-in too: `name=place`, such as `wandb=PROJECT`; may be repeated."""
 
 
-class RunsDirOptions(Options):
+class RunsDirOptions(Frozen):
     """Options of a command that finds runs by their names."""
 
     runs_dir: str = "runs"
@@ -69,7 +69,7 @@ class ResumeOptions(TrackerOptions, OneRunOptions):
     """Stop after this many rounds."""
 
 
-class FetchOptions(Options):
+class FetchOptions(Frozen):
     """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts (embedded), what the vision
     presets need, a DINOv2 ViT-S/14 and Fashion-MNIST (vision), or a language model, SmolLM2-135M-Instruct (llm), into a
     cache of the user's; checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
@@ -78,7 +78,7 @@ class FetchOptions(Options):
     """Assets to get."""
 
 
-class ListOptions(Options):
+class ListOptions(Frozen):
     """Show what there is to choose from. Without a word, what can be listed."""
 
     what: Annotated[What | None, Positional("WHAT")] = None
@@ -89,7 +89,7 @@ class ListOptions(Options):
     """Plug-ins whose registrations are listed too; may be repeated."""
 
 
-class CheckMethodOptions(Options):
+class CheckMethodOptions(Frozen):
     """Check that the methods of a plug-in obey the laws of methods: rows that sum to one, no order of clients, absent
     clients, a restart and others; exits with 1 where one does not."""
 
@@ -161,7 +161,7 @@ class GenerateOptions(RunsDirOptions):
     """The system message of the conversation, for a client whose conversations had one."""
 
 
-class ResultsOptions(Options):
+class ResultsOptions(Frozen):
     """Write one page of results from all finished runs below some folders: a table of methods for each federation with
     tests against the control, and ranks over all of them."""
 
@@ -234,7 +234,7 @@ class AttackOptions(SettingsOptions):
     """Write the table as JSON to this file as well."""
 
 
-class MasksOptions(Options):
+class MasksOptions(Frozen):
     """Show and draw where masks let weights move, and how far several of them agree; with --merge write one mask for a
     run to come (`--mask-file`)."""
 
@@ -324,7 +324,7 @@ class JoinOptions(SiteChoices):
     """A TOML or YAML file of settings; this site works for no server with others."""
 
 
-class CertsOptions(Options):
+class CertsOptions(Frozen):
     """The certificates of a federation across machines. `make DIR` makes an authority, a server and a folder for each
     site, or adds sites where --server is left out; `renew NAME` replaces a site's certificate and `revoke NAME` takes
     it off the list, while the server runs too. A site that makes its own key says `request NAME`, and `sign REQUEST`

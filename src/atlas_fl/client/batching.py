@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site
 from atlas_fl.data.clients import group_by
+from atlas_fl.frozen import Frozen
 from atlas_fl.models import attention, stock, vision
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, attach_adapters
@@ -76,8 +77,7 @@ def greedy_packs(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[
         yield pack
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedBatch:
+class PackedBatch(Frozen):
     """The tokens of several clients' batches in one row, and who owns which."""
 
     ids: Tensor  # (tokens,) int64; of images none
@@ -314,8 +314,7 @@ def rows_in_order(examples: EncodedExamples, site: Site) -> Iterator[tuple[np.nd
         yield places, taken, make_row([taken], site)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropout:
+class Dropout(Frozen):
     """Source of one client's dropout masks."""
 
     p: float

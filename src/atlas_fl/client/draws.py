@@ -9,12 +9,12 @@ Public on purpose are the initialisation of adapters and heads, the projections 
 which clients a round asks, and dropout above a cut: a server has to know them, and none of them selects an example.
 """
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import Seed, derive_secret, derive_seed, generator, secret_normals, torch_generator
 
 Use: TypeAlias = Literal[
@@ -28,8 +28,7 @@ def secret_of_question(secret: bytes, question: str) -> bytes:
     return derive_secret(secret, "private", question)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draws:
+class Draws(Frozen):
     """Where one client's draws come from."""
 
     client: str

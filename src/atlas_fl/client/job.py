@@ -5,7 +5,7 @@ many clients' data; deployed, a site holds the data of one client and gets one j
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Task
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.prior_correction import log_frequencies
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.identity import model_identity
@@ -31,16 +32,14 @@ Trainable: TypeAlias = Literal["lora", "full"]
 """Trained part: adapters and a head on the frozen model, or all weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
+class Prompts(Frozen):
     """Examples that a model writes something after, and what a person wrote there."""
 
     encoded: EncodedExamples
     references: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientTokens:
+class ClientTokens(Frozen):
     """A client's own data, tokenised; it never leaves the site."""
 
     task: Task
@@ -54,8 +53,7 @@ class ClientTokens:
         return len(self.splits["train"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(Frozen):
     """A place where clients compute: one frozen backbone and the data of those who are here."""
 
     backbone: Backbone
@@ -118,8 +116,7 @@ def without_empty(trees: Trees) -> dict[str, Params]:
     return {kind: params for kind, params in trees.items() if params}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Frozen):
     """A request to one client: the model to start from and how to work."""
 
     client: str
@@ -141,8 +138,7 @@ class Job:
     the `gate` that weighs the job's model against its companion by the input, and the `residual` of its filters."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
+class Update(Frozen):
     """A client's answer."""
 
     client: str

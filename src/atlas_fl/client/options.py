@@ -6,7 +6,7 @@ A job carries one of these across the wire; `setup.options` makes them from the 
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from atlas_fl.option_groups import Options
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_SCALE, Split, is_last_layer
 
 TrainedParts: TypeAlias = Literal[
@@ -18,7 +18,7 @@ OWN_TRAINER = "atlas"
 """The training loop of `client.local_training`, among those of plug-ins."""
 
 
-class TrainOptions(Options):
+class TrainOptions(Frozen):
     """Options of local training. A run has `rounds * steps` steps; the schedule runs over all of them."""
 
     seed: int
@@ -144,7 +144,7 @@ class TrainOptions(Options):
         return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
 
 
-class EvaluateOptions(Options):
+class EvaluateOptions(Frozen):
     """Which split to score."""
 
     split: Split
@@ -156,7 +156,7 @@ class EvaluateOptions(Options):
     """Report the outputs and labels of every example; of simulated clients alone."""
 
 
-class FingerprintOptions(Options):
+class FingerprintOptions(Frozen):
     """Options of a fingerprint."""
 
     kind: str
@@ -186,7 +186,7 @@ class FingerprintOptions(Options):
         return None if self.samples is None else (self.samples + 1 - half) // 2
 
 
-class ImportanceOptions(Options):
+class ImportanceOptions(Frozen):
     """Options of layer importance."""
 
     kind: Literal["gradient", "rngwp"]
@@ -200,17 +200,17 @@ class ImportanceOptions(Options):
         return self.train.batch_size
 
 
-class RidgeOptions(Options):
+class RidgeOptions(Frozen):
     """No options: every training example counts once."""
 
 
-class ScaleOptions(Options):
+class ScaleOptions(Frozen):
     """Number of a client's first validation examples that are looked at."""
 
     examples: int
 
 
-class SensitivityOptions(Options):
+class SensitivityOptions(Frozen):
     """From which examples the scores are made, and with which labels."""
 
     seed: int

@@ -5,7 +5,7 @@ Reports are measured before the training, by the model that a client begins the 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from atlas_fl.client.local_training import begin_training
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.client.trainers import train_clients
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.update_filters import apply_filter
@@ -33,8 +34,7 @@ PLAIN_SGD = ("momentum", "weight_decay", "clip", "dropout", "warmup", "proximal_
 """Options of training that a step of plain SGD has none of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackReport:
+class PackReport(Frozen):
     """Measurements of the clients of these jobs; each by itself, so that the bits do not follow the packs."""
 
     jobs: Sequence[Job]

@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +30,7 @@ from atlas_fl.client.local_training import example_loss, learning_rate, position
 from atlas_fl.client.options import OWN_TRAINER, TrainOptions
 from atlas_fl.client.private_training import train_privately
 from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import digest
@@ -127,8 +127,7 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {**padded, "labels": labels}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientTraining:
+class ClientTraining(Frozen):
     """One client's training in one round, for a loop of a plug-in."""
 
     client: str

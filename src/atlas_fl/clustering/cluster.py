@@ -6,7 +6,7 @@ among themselves. Similarities are then those inside blocks of clusters.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -16,11 +16,11 @@ from atlas_fl.clustering import k_search, sketch
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_IN_BLOCK, Matrix, blocks_of, from_blocks, take
 from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels, name_labels
 from atlas_fl.clustering.result import Clustering, similarity_to_clusters
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import generator
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Evidence:
+class _Evidence(Frozen):
     """Sketches as unit rows and what follows from them before any clustering."""
 
     first: np.ndarray  # (n, d)

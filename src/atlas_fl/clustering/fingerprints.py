@@ -1,10 +1,11 @@
 """FINGERPRINTS: statistics of a client's batch gradients that are sketched, by the name of `--fingerprint`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from atlas_fl.frozen import Frozen
 
 EMBEDDING = "embedding"
 WITHOUT_GRADIENTS = ("delta", EMBEDDING)
@@ -12,8 +13,7 @@ WITHOUT_GRADIENTS = ("delta", EMBEDDING)
 by the frozen model (`client.embeddings`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientFingerprint:
+class GradientFingerprint(Frozen):
     """A statistic of a client's batch gradients g_1, ..., g_n, by tensor: `total(sum_i each(g_i))`, up to a factor."""
 
     each: Callable[[Tensor], Tensor]

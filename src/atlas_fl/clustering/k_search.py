@@ -31,6 +31,7 @@ from scipy.spatial.distance import pdist, squareform
 
 from atlas_fl.clustering import sketch
 from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import derive_seed, generator
 
 KTableRow: TypeAlias = dict[str, Any]
@@ -113,8 +114,7 @@ MOST_TESTED = 256
 """Clients on which structure is tested, drawn at random of more: the test then takes as long however many there are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(Frozen):
     """Outcome of the test for structure."""
 
     found: bool
@@ -172,8 +172,7 @@ def structure_test(
     return Verdict(found=found, reason=f"silhouette {observed:.3f}{tested} is {compared}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
+class Proposal(Frozen):
     """Proposal of a method before the test for structure."""
 
     labels: np.ndarray

@@ -5,14 +5,14 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from atlas_fl.frozen import Frozen
 
-@dataclass(frozen=True, kw_only=True)
-class ClusteringSettings:
+
+class ClusteringSettings(Frozen):
     """Settings of a clustering, which `config.validation` has checked."""
 
     seed: int

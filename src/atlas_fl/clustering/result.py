@@ -18,6 +18,7 @@ from atlas_fl.clustering.blocks import Matrix, from_plain, grow, pairs_inside, t
 from atlas_fl.clustering.k_search import KTableRow, mean_sketch
 from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.frozen import Frozen
 
 TUPLES = ("labels", "warnings", "k_table")
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
@@ -73,8 +74,7 @@ class Clustering:
         return Clustering(**{name: data[name] for name in fields} | arrays | tuples | {"settings": settings})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
+class Placement(Frozen):
     """Place of a client that joins later beside the clusters."""
 
     cluster: int

@@ -14,7 +14,6 @@ more than each differs from itself.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 
 from atlas_fl.clustering.blocks import MOST_EXACT
 from atlas_fl.errors import DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import derive_seed
 
 CHUNK = 1 << 18
@@ -100,8 +100,7 @@ LOW_VARIANCE = 0.8
 """Explained variance below which the components are called too few."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrincipalComponents:
+class PrincipalComponents(Frozen):
     """Clients as points."""
 
     points: np.ndarray

@@ -10,8 +10,8 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from atlas_fl.config.values import Form, Mark, invalid_value, parse_integer
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.knobs import Tried, knobs_class
-from atlas_fl.option_groups import Options
 from atlas_fl.plugins import split_pin
 from atlas_fl.ranges import Range
 
@@ -23,7 +23,7 @@ def _is_folder_name(name: str | None) -> bool:
     return name is None or not ("/" in name or name.startswith(".") or len(name.encode()) > MOST_NAME_BYTES)
 
 
-class DataConfig(Options):
+class DataConfig(Frozen):
     """Tasks, clients and their devices."""
 
     tasks: Annotated[
@@ -108,7 +108,7 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     return round_by_client
 
 
-class TrainingConfig(Options):
+class TrainingConfig(Frozen):
     """Rounds and local training."""
 
     rounds: Annotated[int, Range(least=1, at_site=10**5), Mark.COMMON] = 12
@@ -212,7 +212,7 @@ WILDCARD = "*"
 """Stands for everyone who is not named."""
 
 
-class SplitConfig(Options):
+class SplitConfig(Frozen):
     """Phase 3: models cut in two, the lower part on the client and the upper one on the server."""
 
     split: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = NONE
@@ -261,7 +261,7 @@ def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
     return next(words[name] for name in (client, task, device, WILDCARD) if name in words)
 
 
-class RobustConfig(Options):
+class RobustConfig(Frozen):
     """Robust aggregation: what an update, or a claim of examples, may do to the others."""
 
     norm_bound: Annotated[Literal["refuse", "clip", "off"], Mark.COMMON] = "refuse"
@@ -283,7 +283,7 @@ def server_config(**values: Any) -> Any:
     return knobs_class()(**values)
 
 
-class AttackConfig(Options):
+class AttackConfig(Frozen):
     """Hostile clients, in simulations alone: what they do, and what they do not harm under a robust rule."""
 
     attack: Annotated[
@@ -304,7 +304,7 @@ ALL_CLASSES = "iid"
 """Value of `nc` under which every client has all classes."""
 
 
-class ImagesConfig(Options):
+class ImagesConfig(Frozen):
     """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
     tune: Annotated[Literal["whole", "lora"], Mark.COMMON, Mark.OF_IMAGES] = "whole"
@@ -346,7 +346,7 @@ class ImagesConfig(Options):
     """Mirror every second training image."""
 
 
-class SparseConfig(Options):
+class SparseConfig(Frozen):
     """Task arithmetic: only the weights under a mask move."""
 
     mask: Annotated[
@@ -381,7 +381,7 @@ def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
     return (None, None) if mask_file is None else split_pin(mask_file)
 
 
-class ModelConfig(Options):
+class ModelConfig(Frozen):
     """The frozen backbone and its adapters."""
 
     model: Annotated[str, Mark.COMMON] = "minilm"
@@ -410,7 +410,7 @@ class ModelConfig(Options):
     """A PEFT adapter folder that every client starts from."""
 
 
-class ClusteringConfig(Options):
+class ClusteringConfig(Frozen):
     """Phase 1: which clients share a task."""
 
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
@@ -450,7 +450,7 @@ class ClusteringConfig(Options):
     """Weight of the previous clusters when clients are clustered again."""
 
 
-class RanksConfig(Options):
+class RanksConfig(Frozen):
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
@@ -483,7 +483,7 @@ class RanksConfig(Options):
     """Give clusters with a harder task more of their budget."""
 
 
-class MixingConfig(Options):
+class MixingConfig(Frozen):
     """Phase 4: the server's rule."""
 
     strategy: Annotated[str, Mark.COMMON] = "atlas"
@@ -547,7 +547,7 @@ class MixingConfig(Options):
     this times the clients over 2^30."""
 
 
-class RunConfig(Options):
+class RunConfig(Frozen):
     """Seed, records and machine."""
 
     seed: Annotated[int, Range(least=0), Mark.COMMON] = 42
@@ -605,7 +605,7 @@ class RunConfig(Options):
     each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
 
 
-class Config(Options):
+class Config(Frozen):
     """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -14,7 +14,7 @@ import warnings
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import chain, islice
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, cast, get_args
 from zipfile import BadZipFile, ZipFile
 
 from atlas_fl.errors import DataError, did_you_mean, first_of
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.extras import import_extra
 from atlas_fl.storage.folder_access import free_bytes, memory_bytes
 
@@ -61,8 +62,7 @@ MAY_LACK = ("input", "prompt")
 """Kinds of columns that a table may lack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(Frozen):
     """Options of a table, and which of its rows and columns are read."""
 
     columns: tuple[tuple[str, str], ...] = ()

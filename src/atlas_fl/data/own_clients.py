@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from atlas_fl.data.formats import ending_of
 from atlas_fl.data.tables import READERS, Table, split_of, time_of
 from atlas_fl.data.task import Examples, Images, Labels, Rows, TaskData, as_texts, concatenate
 from atlas_fl.errors import ConfigError, DataError, did_you_mean, first_of, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Split
 from atlas_fl.rng import generator
 
@@ -37,8 +38,7 @@ Part: TypeAlias = tuple[str, str]
 """A client's word, empty where the data name none, and a split, or `all`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dealing:
+class Dealing(Frozen):
     """Options by which rows fall to clients and splits."""
 
     client: str | None = None

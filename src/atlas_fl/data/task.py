@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 import numpy as np
 
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Split, Truncation
 
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -132,8 +133,7 @@ class TaskData(Splits):
     """Remarks on the data: files that were left out, rows that were skipped, an encoding that was guessed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Frozen):
     """Folders that tasks are read from."""
 
     cache_dir: Path
@@ -147,8 +147,7 @@ class Source:
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(Frozen):
     """A named task and the function that reads it."""
 
     name: str

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from atlas_fl.data.task import (
     rows_to_write,
 )
 from atlas_fl.errors import ConfigError, DataError, check_known, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import TRUNCATIONS, Truncation
 from atlas_fl.storage.folder_access import check_regular
 
@@ -175,8 +176,7 @@ def _declared_classes(name: str, text: str) -> tuple[str, ...]:
     return names
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
+class Columns(Frozen):
     """Options of a task."""
 
     text: str = "text"

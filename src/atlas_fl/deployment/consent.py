@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from atlas_fl.config.settings import check_range, declared_settings
 from atlas_fl.errors import ConfigError
-from atlas_fl.option_groups import Options
+from atlas_fl.frozen import Frozen
 from atlas_fl.ranges import Range
 
 Allowance: TypeAlias = Literal["cut", "labels", "hub-model", "linear-steps", "partial-training"]
@@ -27,7 +27,7 @@ ALLOWANCES: Mapping[Allowance, str] = {
 """The consequence of each word."""
 
 
-class SiteChoices(Options):
+class SiteChoices(Frozen):
     """Data, model, device and consent of a site, as its owner gives them: options of `atlas join`, and keys of Flower's
     `--node-config`."""
 
@@ -87,7 +87,7 @@ class SiteChoices(Options):
     NAME-adapter by default."""
 
 
-class ServiceChoices(Options):
+class ServiceChoices(Frozen):
     """Address and waiting times of a server, as its owner gives them: options of `atlas serve`, and keys of Flower's
     `--run-config`."""
 

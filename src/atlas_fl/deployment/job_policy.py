@@ -24,6 +24,7 @@ from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.deployment.start_models import Initial, StartModels
 from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.rounds import is_aggregation_round
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.second_model import SecondModel
@@ -56,8 +57,7 @@ MOST_MEASURED = 3
 """Most rounds in which a site reports what is asked for once: where its answer was late or refused, it is not told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
+class Expected(Frozen):
     """The jobs of one action that settings ask for."""
 
     options: Callable[[Config, Job, "Outline"], Any]
@@ -152,8 +152,7 @@ JOBS: Mapping[str, Expected] = {
 """By action."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outline:
+class Outline(Frozen):
     """Names and shapes of the model that a site is to train, before any of it is loaded."""
 
     like: Mapping[str, Tensor]

@@ -7,10 +7,11 @@ command is started again.
 
 import errno
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.digests import file_sha256
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -21,8 +22,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk that has no room."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
+class Receipt(Frozen):
     """The file beside a model that says whose it is."""
 
     client: str

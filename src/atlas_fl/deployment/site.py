@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from atlas_fl.errors import ConfigError, ModelError, ProtocolError, first_of, on
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore, tell_notes
 from atlas_fl.experiment.export import export_model, is_gated
 from atlas_fl.experiment.summary import versions
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.second_model import SecondModel
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
@@ -274,8 +275,7 @@ class SiteOptions(SiteChoices):
     """Seconds for which the server is tried at the very first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiteResult:
+class SiteResult(Frozen):
     """Model and traffic of a site at the end of a run."""
 
     name: str

@@ -6,7 +6,7 @@ The frozen model is the federation's without its adapters, so what fine-tuning h
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, TypeAlias, get_args
@@ -24,6 +24,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, check_known
 from atlas_fl.experiment.choices import find_choices, score_choices
 from atlas_fl.experiment.export import check_whole, load_models
 from atlas_fl.experiment.judge import VERDICTS, Judge, Verdict
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import LORA_B, ByClient, Params, head_keys
 from atlas_fl.setup.assembly import Assembly, assemble, encoders, max_sequence_length, recorded_config
 from atlas_fl.storage import folder_access, jsonl
@@ -34,8 +35,7 @@ Kind: TypeAlias = Literal["base", "alone", "federated"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(Frozen):
     """A prompt of a client's own, and the answers of its models by kind."""
 
     client: str
@@ -46,8 +46,7 @@ class Answer:
     """The better one of base and federated by a judge model (`experiment.judge`); None where none was asked."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Frozen):
     """Scores and answers of a run's models on one split."""
 
     split: str

@@ -7,7 +7,7 @@ answer; `acc` takes the largest sum, `acc_norm` the largest sum by characters of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from atlas_fl.data.chat import choices_of, last_answer
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Rows, as_texts
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.models.tokenization import EncodedExamples, TextEncoder
 from atlas_fl.params import Params, Split
@@ -28,8 +29,7 @@ OWN_ANSWERS = ("answers",)
 MOST_CHOICES = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(Frozen):
     """Prompts of a client with the answers that there are to each."""
 
     encoded: EncodedExamples

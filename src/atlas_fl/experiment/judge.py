@@ -8,7 +8,6 @@ without exactly one verdict makes the pair unclear.
 import json
 import os
 import re
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Literal, TypeAlias, get_args
 from urllib.error import HTTPError
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from atlas_fl.errors import ConfigError, one_line
+from atlas_fl.frozen import Frozen
 
 KEY = "ATLAS_JUDGE_KEY"
 """Environment variable with the key that the address asks for."""
@@ -49,8 +49,7 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judge:
+class Judge(Frozen):
     """A judge model; `url` is what OpenAI's clients call the base URL, such as http://localhost:8000/v1."""
 
     url: str

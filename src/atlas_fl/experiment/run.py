@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from atlas_fl.experiment.recorder import Recorder, check_provenance, check_run_f
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import CurrentRun, FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.lora import frozen_weight
 from atlas_fl.params import plain_tensors
@@ -43,8 +44,7 @@ from atlas_fl.storage import checkpoint, digests, folder_access, jsonl, tensors
 from atlas_fl.storage.run_folder import RunFolder, check_folder_is_free, find_run, held_run, remove_aborted_run, run_log
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(Frozen):
     """The outcome of a run."""
 
     folder: Path

@@ -17,6 +17,7 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config import Config
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart
 from atlas_fl.params import (
@@ -80,8 +81,7 @@ NEXT_ROUND = frozenset({"momentum", "gate", "control", "residual"})
 """The kinds of an update's tensors that the client's next round begins with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReceivedUpdates:
+class ReceivedUpdates(Frozen):
     """The updates of a round after screening."""
 
     updates: Mapping[str, Update]
@@ -127,8 +127,7 @@ class ServerStep:
     """Means in the place of the updates, under `--secure` and `--dp client`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundOutcome:
+class RoundOutcome(Frozen):
     """The end of a round: models, scores, and whether the run is over."""
 
     scores: Mapping[Split, Mapping[str, Update]] = field(default_factory=dict)
@@ -141,8 +140,7 @@ class RoundOutcome:
     """True if early stopping ended it before its last round."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundRecord:
+class RoundRecord(Frozen):
     """Everything that happened in one round."""
 
     round: int
@@ -346,8 +344,7 @@ def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float
     return fmean(values) if values else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FederationState:
+class FederationState(Frozen):
     """The whole federation between two rounds; all of it is in a checkpoint."""
 
     round: int
@@ -555,8 +552,7 @@ class CurrentRun(NamedTuple):
     state: FederationState
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinResult:
+class JoinResult(Frozen):
     """The run with the clients that joined it."""
 
     run: CurrentRun

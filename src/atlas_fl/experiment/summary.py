@@ -33,7 +33,6 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean, pstdev
 from typing import Any
@@ -44,6 +43,7 @@ import torch
 from atlas_fl.data.clients import group_by, site_of
 from atlas_fl.data.metrics import class_table
 from atlas_fl.errors import first_of
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL", "exact_match", "preferred")
@@ -103,8 +103,7 @@ def further_scores(row: Row) -> list[str]:
     return [name for name, value in row.items() if name not in ROW_NAMES and type(value) in (int, float)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class History:
+class History(Frozen):
     """The evaluations of one client, by split and then by round, rounds in rising order."""
 
     client: str

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 from math import lcm
@@ -28,6 +28,7 @@ from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, ProtocolError, short_repr
 from atlas_fl.events import OnEvent, ignore
 from atlas_fl.experiment.recorder import check_same_settings
+from atlas_fl.frozen import Frozen
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime.processes import WorkerProcess, run_worker_loop, worker_processes
 
@@ -55,8 +56,7 @@ STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(Frozen):
     """One run of a grid."""
 
     config: Config

@@ -16,6 +16,7 @@ from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.experiment.state import FederationState
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import ByClient, Params, Split, split_body_and_head
@@ -36,8 +37,7 @@ class TrainedRun:
     heads: ByClient
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleRow:
+class ScaleRow(Frozen):
     """The accuracy of one scale of a task vector on every run's images, by the runs' names."""
 
     scale: float

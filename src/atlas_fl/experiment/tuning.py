@@ -7,7 +7,7 @@ on its own seeds; test scores choose nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.experiment.summary import LOWEST
 from atlas_fl.experiment.sweep import Point, grid
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import generator
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
@@ -33,8 +34,7 @@ for _setting in settings().values():
         KNOBS.setdefault(_strategy, {})[_setting.name] = _values
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningTrial:
+class TuningTrial(Frozen):
     """Settings of a method that were tried."""
 
     settings: Mapping[str, SettingValue]
@@ -47,8 +47,7 @@ class TuningTrial:
         return ", ".join(f"{name} {value_words(value)}" for name, value in self.settings.items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedMethod:
+class TunedMethod(Frozen):
     """Tried settings of a method."""
 
     strategy: str

@@ -21,6 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from atlas_fl.frozen import Frozen
+
 PACKED, FLASH = "atlas_packed", "atlas_packed_flash"
 
 # Sequences attend together up to this ratio of their lengths: fewer, larger products for a little padding. A GPU pays
@@ -28,8 +30,7 @@ PACKED, FLASH = "atlas_packed", "atlas_packed_flash"
 _CPU_BUCKET_RATIO, _GPU_BUCKET_RATIO = 1.25, 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
+class Bucket(Frozen):
     """`count` sequences that attend together, padded to `length` tokens, which lie at `start` of the sorted rows."""
 
     start: int

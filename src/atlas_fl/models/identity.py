@@ -7,12 +7,12 @@ reads are left out, and so is what is spelled out in one `config.json` and is th
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from transformers import AutoConfig
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import as_model_error, loading_lock, loading_options
 from atlas_fl.models.registry import KNOWN
@@ -25,8 +25,7 @@ _IMAGE_INPUT = ("image_size", "mean", "std", "rescale", "resample")
 _SPECIAL = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelIdentity:
+class ModelIdentity(Frozen):
     """Digests of all that a model computes with, a SHA-256 each."""
 
     weights: str | None

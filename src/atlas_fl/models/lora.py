@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, pad
 from torch.nn.utils.rnn import pad_sequence
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.weights import Matrix, arithmetic_of, dense, matrix_of, matrix_product, read_matrix
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_CORE, LORA_GATE, LORA_SCALE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
@@ -308,8 +309,7 @@ DropoutMaskFn: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
 """(client's place in the pack, module, (rows, width)) -> inverted-dropout mask, or None for no dropout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
+class Adapters(Frozen):
     """Adapters of the clients of a pack: the clients' params, their segments, their scale and dropout."""
 
     clients: Sequence[Params]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_tables
 from atlas_fl.params import HEAD, PARTS, Params
 from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(Frozen):
     """Sizes of a backbone with its adapted modules; bytes are of the frozen weights as they are held."""
 
     hidden: int
@@ -61,8 +61,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(Frozen):
     """One layer of a classification head, by its stock name."""
 
     name: str
@@ -76,8 +75,7 @@ class Dense:
         return f"{HEAD}{self.name}." if self.name else HEAD
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(Frozen):
     """An architecture of transformers, e.g. `bert`."""
 
     model_type: str

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from atlas_fl.errors import ModelError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.chat_template import ChatTemplate
 from atlas_fl.params import Truncation
 
@@ -127,8 +128,7 @@ def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextEncoder:
+class TextEncoder(Frozen):
     """Texts as examples of at most `max_length` tokens; a longer one loses the part `truncate`."""
 
     tokenizer: PreTrainedTokenizerBase

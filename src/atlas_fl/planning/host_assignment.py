@@ -6,10 +6,11 @@ no client hosts another (`config/unserved.tsv`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from atlas_fl.client.job import Update
 from atlas_fl.data.clients import site_of
+from atlas_fl.frozen import Frozen
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER_DEVICE, cut_traffic_of
 from atlas_fl.ranks.cost_model import crossing_seconds, link_between
@@ -18,8 +19,7 @@ from atlas_fl.setup.options import cut_of
 from atlas_fl.split import host_matching
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostAssignment:
+class HostAssignment(Frozen):
     """The host of every guest in a round; empty where the server runs all server halves."""
 
     training: Mapping[str, host_matching.HostMatch] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from torch import Tensor
 from atlas_fl.client.batching import PackedBatch, collate_packed, split_by_tokens
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.backbone import embed_tokens, run_blocks
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
@@ -79,8 +80,7 @@ KNOWN_TEXTS, UNSEEN_TEXTS = 400, 100
 """At most so many texts are known to the probe and read by it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutLeakage:
+class CutLeakage(Frozen):
     """The leakage of one task's texts through one cut."""
 
     task: str

@@ -1,7 +1,7 @@
 """The cluster of a run that a new client belongs to, by its fingerprint (`atlas place`)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from atlas_fl.client.fingerprint import FIRST, SECOND
@@ -13,6 +13,7 @@ from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
 from atlas_fl.errors import ConfigError, DataError, first_of
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.frozen import Frozen
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.task_discovery import collect_fingerprints
@@ -21,8 +22,7 @@ from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import find_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientPlacement:
+class ClientPlacement(Frozen):
     """The cluster of a run that a new client belongs to."""
 
     name: str

@@ -10,6 +10,7 @@ import numpy as np
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.clustering.blocks import Matrix, from_plain, to_plain
 from atlas_fl.clustering.result import Clustering
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage.digests import read_checked
@@ -21,8 +22,7 @@ TUPLES = ("notes", "data")
 """Fields of a plan that are lists in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientPlan:
+class ClientPlan(Frozen):
     """Decisions for one client."""
 
     name: str
@@ -95,8 +95,7 @@ def read_plan(folder: RunFolder, file: Path) -> Plan:
     return Plan.from_json(read_checked(folder, file, *Plan.__dataclass_fields__))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanResult:
+class PlanResult(Frozen):
     """A plan with what only a run needs: initial models, sketches, mask, messages."""
 
     plan: Plan

@@ -16,7 +16,7 @@ The weights are those of the first ATLAS; its communication term counted layers,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import ByClient
 from atlas_fl.planning import round_costs
 from atlas_fl.planning.masks import check_heads, check_training_memory
@@ -40,8 +41,7 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientFit:
+class ClientFit(Frozen):
     """Ranks, cut and predicted round of one client on its device."""
 
     assignment: allocation.RankAssignment

@@ -5,12 +5,12 @@ has the nearest approximation, and a head of other labels begins fresh; notes of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ModelError, first_of
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.backbone import module_dims
 from atlas_fl.models.peft_io import adapter_base, adapter_labels, import_adapter
 from atlas_fl.models.registry import head_shapes
@@ -18,8 +18,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.setup.assembly import Assembly
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartAdapter:
+class StartAdapter(Frozen):
     """An imported adapter under the run's scale of a rank."""
 
     folder: Path

@@ -4,7 +4,6 @@ The graph of phase 4 says who is mixed with whom, by the noise-corrected similar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from atlas_fl.clustering import blocks, cluster, fingerprints, result
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import CheckpointError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.ranks.allocation import cluster_importance
@@ -28,8 +28,7 @@ from atlas_fl.setup.options import fingerprint_options, is_reclustered, settings
 from atlas_fl.split.channel import NO_CUTS, Cut
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskDiscovery:
+class TaskDiscovery(Frozen):
     """The result of phase 1: clusters, warmed-up models, sketches."""
 
     labels: tuple[int, ...]

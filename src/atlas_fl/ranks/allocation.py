@@ -17,7 +17,6 @@ ranks fit. All rules share one frame, so every one of them validates alike and n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -25,6 +24,7 @@ import numpy as np
 from jaxtyping import Float, Num
 
 from atlas_fl.errors import BudgetError, ConfigError, DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks import cost_model
 from atlas_fl.ranks.devices import Device
@@ -280,8 +280,7 @@ ALLOCATORS: dict[str, Allocator] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankAssignment:
+class RankAssignment(Frozen):
     """The ranks of a client and what they were chosen from."""
 
     ranks: tuple[int, ...]

@@ -10,12 +10,13 @@ Rounds. Seconds are the profile's: operations over FLOP/s, bytes over the link's
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.devices import Device
 
@@ -31,8 +32,7 @@ backward pass leaves holes for the next forward pass that it fills in part. Meas
 where every block is mapped by itself (`MALLOC_MMAP_THRESHOLD_=262144`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingStep:
+class TrainingStep(Frozen):
     """Memory of a training step on the device besides the adapters."""
 
     tokens: int
@@ -49,8 +49,7 @@ class TrainingStep:
     """Numbers that wait at a cut: what goes up and the gradient that comes back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Frozen):
     """Memory of a device by use, in bytes."""
 
     total_bytes: int
@@ -182,8 +181,7 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundPrediction:
+class RoundPrediction(Frozen):
     """One client's round on its device."""
 
     up_bytes: int
@@ -217,8 +215,7 @@ def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, leng
     return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundTraffic:
+class RoundTraffic(Frozen):
     """Traffic of a client in a round of training, all steps together: its model's, or what goes through its cut."""
 
     up_bytes: int

@@ -9,9 +9,9 @@ first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from atlas_fl.errors import ConfigError, check_known, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_tables
 from atlas_fl.ranges import Range
 
@@ -33,8 +33,7 @@ BOUNDS: Mapping[str, Range] = {
 model on it are finite, and a device that says more is mistaken, or wants a plan that nobody can read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(Frozen):
     """One class of devices."""
 
     name: str

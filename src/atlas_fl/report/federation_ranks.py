@@ -6,19 +6,19 @@ method; what is compared is the order of the methods, so that federations of any
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 from jaxtyping import Float64
 from scipy import stats
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.report.method_comparison import MethodComparison
 from atlas_fl.report.statistics import ALPHA, TIE, holm, round_scores
 from atlas_fl.report.table import Cell, Table, plain
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodRanks:
+class MethodRanks(Frozen):
     """Methods over several federations (Demsar, JMLR 2006)."""
 
     federations: int

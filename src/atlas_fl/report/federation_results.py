@@ -8,7 +8,7 @@ different rows, with these settings beside the name.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +19,7 @@ from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.data.clients import group_by
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS, TunedMethod
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.registry import METHODS, published
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.method_comparison import BASELINE, MethodComparison, compare_scores, default_control
@@ -32,8 +33,7 @@ VARIED = OF_THE_METHOD | OF_THE_TUNING
 WHICH_RUN = frozenset({"strategy", "seed"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class FederationResults:
+class FederationResults(Frozen):
     """Results of one federation."""
 
     title: str

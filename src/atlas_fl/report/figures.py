@@ -1,11 +1,11 @@
 """FIGURES: the figures of a run, each with its rows and its charts; the page shows them, `draw_all` writes files."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.report import csv_text, drawing, figure_rows, mask_charts
 from atlas_fl.report.figure_rows import EVERY_CLIENT, Row
 from atlas_fl.report.format import evenly, isolate
@@ -21,8 +21,7 @@ PLUGIN_FIGURES: dict[str, FigureOf] = {}
 """Figures of plug-ins, by the name of their file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
+class Figure(Frozen):
     """A figure of a run: the page, its PNG and PDF have its charts, its CSV file has its rows."""
 
     rows: Callable[[Record], list[Row]]

@@ -24,6 +24,7 @@ from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.data.clients import group_by, whole_of
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
+from atlas_fl.frozen import Frozen
 from atlas_fl.report.csv_text import format_csv, unescape_cell
 from atlas_fl.storage import digests, folder_access, jsonl, tensors
 from atlas_fl.storage.run_folder import RunFolder, find_run
@@ -77,8 +78,7 @@ class RunScores(Measures):
     not a user's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedRun:
+class FinishedRun(Frozen):
     """A run with a summary."""
 
     config: Config

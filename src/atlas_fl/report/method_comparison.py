@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.report.finished_runs import Measures, RunScores, read_finished_run
 from atlas_fl.report.statistics import (
     Interval,
@@ -56,8 +57,7 @@ class MethodRow(Measures):
     """Mean score by task."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodComparison:
+class MethodComparison(Frozen):
     """Methods over the same seeds and clients."""
 
     control: str

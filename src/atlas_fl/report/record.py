@@ -1,7 +1,7 @@
 """A run folder read into memory, as the figures and tables need it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.experiment.summary import History, histories
+from atlas_fl.frozen import Frozen
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.storage import digests, tensors
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 from atlas_fl.storage.run_folder import find_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Frozen):
     """Files of a run in memory, as far as it went."""
 
     name: str

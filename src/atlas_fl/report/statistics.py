@@ -5,13 +5,14 @@ averaged before anything is tested. Formulas and sources: docs/algorithms/statis
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 from scipy import stats
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.rng import generator
 
 Scores = Mapping[str, Float64[np.ndarray, "seeds clients"]]
@@ -34,8 +35,7 @@ TIE = 1e-9
 """Sums of differences that are as near are equal: far above what rounding leaves, far below a step of a score."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MethodStatistics:
+class MethodStatistics(Frozen):
     """One method over seeds and clients; None for what one seed cannot say."""
 
     seeds: int
@@ -54,8 +54,7 @@ class MethodStatistics:
     """Share of seeds x clients that score less than with the baseline on the same seed; None without a baseline."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BayesianComparison:
+class BayesianComparison(Frozen):
     """Posterior probabilities that a method is worse, practically equal or better; they sum to 1."""
 
     left: float
@@ -65,8 +64,7 @@ class BayesianComparison:
     """The first method is better by more than the region of practical equivalence."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedComparison:
+class PairedComparison(Frozen):
     """One method minus another, paired by seed."""
 
     differences: tuple[float, ...]

@@ -1,7 +1,7 @@
 """A table of words and numbers, made once: rich prints it, a page and a figure show it, Markdown and LaTeX hold it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import wrap
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.report.format import EMPTY, evenly, human_bytes, number, percent, seconds
 
 HEADING = 9
@@ -20,8 +21,7 @@ MOST_NARROW = 4
 """Columns up to which a table may stand beside something else."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Number:
+class Number(Frozen):
     """A number as it is stored, and as people read it."""
 
     value: float | None
@@ -68,8 +68,7 @@ def text_of(cell: Cell) -> str:
     return cell.text if isinstance(cell, Number) else cell
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Frozen):
     """A table; a reader of a page can sort it by any column, and `footer` stays below."""
 
     title: str

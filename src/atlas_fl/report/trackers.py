@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from atlas_fl.config import Config, config_hash, settings, value_of
 from atlas_fl.errors import ConfigError, one_line
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.extras import install_command
 
 ROUND = "round "
@@ -28,8 +28,7 @@ LONGEST = 300
 """Characters of an error that is told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrackedRun:
+class TrackedRun(Frozen):
     """Run that a tracker begins, or goes on with."""
 
     config: Config

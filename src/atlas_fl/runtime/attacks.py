@@ -14,7 +14,7 @@ Changes of adapters are those of s B A, cut to the client's rank (`aggregation.n
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -25,13 +25,13 @@ from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Params
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.runtime.engine import Engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackContext:
+class AttackContext(Frozen):
     """The parameters of one attack on one update."""
 
     size: float
@@ -46,8 +46,7 @@ Alter: TypeAlias = Callable[[Params, Params, AttackContext], Params]
 """(params received, params trained, context) -> params sent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attack:
+class Attack(Frozen):
     """One kind of attack."""
 
     alter: Alter
@@ -134,8 +133,7 @@ def with_flipped_labels(clients: Sequence[ClientData], attackers: Sequence[str])
     return tuple(flipped)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostileEngine:
+class HostileEngine(Frozen):
     """An engine in which some clients alter their updates."""
 
     engine: Engine

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 
 
@@ -44,8 +45,7 @@ def run_on_all_clients(engine: Engine, action: str, jobs: Sequence[Job]) -> list
     return updates
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrafficMeter:
+class TrafficMeter(Frozen):
     """An engine that counts the bytes through every cut of another engine, by client and action."""
 
     engine: Engine

@@ -9,13 +9,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.errors import ConfigError, ProtocolError, one_line
+from atlas_fl.frozen import Frozen
 from atlas_fl.runtime.worker_pool import InitWorker, WorkerLoop
 from atlas_fl.storage.extras import install_command
 
@@ -25,8 +25,7 @@ CONNECT_SECONDS = 10.0
 """Longest time that a cluster may take to accept a connection."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActorResources:
+class ActorResources(Frozen):
     """The number of actors and the resources of each."""
 
     count: int

@@ -1,13 +1,14 @@
 """The remote engine: sends jobs to clients on other machines and returns their updates in order."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.method import Wait
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.secure_sums import SUM, SumStep
@@ -19,8 +20,7 @@ from atlas_fl.secure_sums import KeyBook, Messages, SumResult, run_sum
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteEngine:
+class RemoteEngine(Frozen):
     """An `Engine` whose clients are connected to a `ClientManager`."""
 
     manager: ClientManager

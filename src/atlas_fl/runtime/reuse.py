@@ -19,6 +19,7 @@ from hashlib import sha256
 import torch
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.params import digest, num_bytes
 from atlas_fl.plugins import active_plugins
@@ -76,8 +77,7 @@ REUSED_RESULTS = ReusedResults()
 """The results of this process; nothing is remembered outside of `remember`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReusingEngine:
+class ReusingEngine(Frozen):
     """An engine that asks another one only for what is not remembered."""
 
     engine: Engine

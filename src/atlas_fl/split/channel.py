@@ -10,12 +10,12 @@ With `head="server"` the labels go up. With `head="client"` the features come do
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.split.codec import WireName, add_noise, encode_rows
 from atlas_fl.storage.ledger import Direction, Kind
 
@@ -27,8 +27,7 @@ NORMS = "norms"
 """The name under which one side's norms travel."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(Frozen):
     """Cut of one client's model."""
 
     blocks: int

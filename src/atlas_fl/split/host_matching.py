@@ -7,13 +7,12 @@ its guests' parts as one pack: each waits for all of them.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from atlas_fl.clustering.labels import UNDECIDED
+from atlas_fl.frozen import Frozen
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostingCost:
+class HostingCost(Frozen):
     """Seconds of one guest's round on one host."""
 
     compute_seconds: float
@@ -22,8 +21,7 @@ class HostingCost:
     """Traffic that the guest sends and gets, where the host is at the other end of its cut."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuestRequirement:
+class GuestRequirement(Frozen):
     """A client with a cut."""
 
     name: str
@@ -36,8 +34,7 @@ class GuestRequirement:
     """By the name of every host that is not this client's own device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostCapacity:
+class HostCapacity(Frozen):
     """A client that holds the whole model."""
 
     name: str
@@ -45,8 +42,7 @@ class HostCapacity:
     free_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostMatch:
+class HostMatch(Frozen):
     """Host that computes the upper part of a guest's model."""
 
     host: str | None

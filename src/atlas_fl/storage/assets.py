@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -10,11 +10,11 @@ from typing import Literal
 import platformdirs
 
 from atlas_fl.errors import DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_tables
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asset:
+class Asset(Frozen):
     """One package and the files that are taken from it."""
 
     name: str

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Params
 from atlas_fl.storage import folder_access
 from atlas_fl.storage.files import set_aside
@@ -40,8 +41,7 @@ MOST_FILES = 100
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Frozen):
     """State from which a run goes on after a round."""
 
     round: int
@@ -54,8 +54,7 @@ class Checkpoint:
     """The folder that it was read from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorFile:
+class TensorFile(Frozen):
     """A written file of tensors."""
 
     path: Path

@@ -8,13 +8,14 @@ This finds damage. It is no signature: whoever can write a run's folder can writ
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from atlas_fl.errors import CheckpointError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.folder_access import files_below, list_folder, memory_bytes, open_to_read
 from atlas_fl.storage.jsonl import read_json, read_rows, read_sealed, write_sealed
@@ -27,8 +28,7 @@ MESSAGE_DIGITS = 12
 """Digits of a digest in a message."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Digests:
+class Digests(Frozen):
     """Digests of a run's files as they were written."""
 
     sha256: Mapping[str, str]

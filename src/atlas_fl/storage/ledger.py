@@ -5,8 +5,9 @@ Of what crosses the cut of a model, one row for all messages of one kind and dir
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
+
+from atlas_fl.frozen import Frozen
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
@@ -29,8 +30,7 @@ Kind: TypeAlias = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LedgerRow:
+class LedgerRow(Frozen):
     """Message between a client and the server, or its `peer`; round 0 is what happens before training."""
 
     round: int
@@ -51,8 +51,7 @@ class LedgerRow:
         return {key: value for key, value in vars(self).items() if value != ""}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
+class Totals(Frozen):
     """Sums of bytes; every mapping holds only what was sent."""
 
     up: int

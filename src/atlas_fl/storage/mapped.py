@@ -5,13 +5,14 @@ file is removed as soon as it is mapped, so that nobody can change it; its space
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.folder_access import draft_name
 from atlas_fl.storage.run_folder import MAPPED
 from atlas_fl.storage.tensors import parts_of, write_tensors
@@ -22,8 +23,7 @@ FILE_BYTES = 1 << 24
 """Bytes with which a mapped file is full: its space is free only when all of its tensors are gone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MappedTensors:
+class MappedTensors(Frozen):
     """Moves tensors to the disk where they take too much memory."""
 
     folder: Path

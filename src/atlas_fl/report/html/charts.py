@@ -4,12 +4,12 @@ Names out of a run's files stand in rows, domains and titles alone: never in an 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 import yaml
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_text
 
 Row: TypeAlias = Mapping[str, Any]
@@ -27,8 +27,7 @@ MOST_LEVEL_LETTERS = 36
 """Letters of all columns up to which their names lie level."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(Frozen):
     """A Vega-Lite chart of these rows."""
 
     name: str

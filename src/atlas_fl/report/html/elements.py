@@ -7,7 +7,7 @@ for the page's own Content-Security-Policy, so that a browser runs no other scri
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from hashlib import sha256
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from typing import TypeAlias
 import vl_convert
 from jinja2 import Environment, StrictUndefined, Template
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_text
 from atlas_fl.report.html.charts import Chart, look
 from atlas_fl.report.table import Cell, Number, Table
@@ -28,30 +29,26 @@ LIBRARY = "window.vegaEmbed = vegaEmbed;"
 """Names that the script of the charts sets: Vega, Vega-Lite and Vega-Embed, as this one name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(Frozen):
     """The few numbers that a page comes down to: (name, value, what it is to be held against)."""
 
     facts: Sequence[tuple[str, Cell, str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(Frozen):
     """Sentences, each a paragraph."""
 
     lines: Sequence[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(Frozen):
     """Words for a terminal or out of a file, and what they do."""
 
     words: str
     what: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folded:
+class Folded(Frozen):
     """Elements that are shown when a reader asks for them."""
 
     title: str
@@ -61,8 +58,7 @@ class Folded:
 Block: TypeAlias = Facts | Table | Chart | Text | Command | Folded
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(Frozen):
     """A question that people ask, and what answers it."""
 
     name: str
@@ -70,8 +66,7 @@ class Section:
     blocks: Sequence[Block]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
+class Page(Frozen):
     """A whole page."""
 
     title: str

@@ -13,7 +13,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import count
@@ -27,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from atlas_fl.errors import ConfigError, ProtocolError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.folder_access import read_named_file, write_atomic
 
 CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
@@ -44,8 +44,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _READABLE = "give a folder of `atlas certs make`, or put ca.pem and cert.pem into that of `atlas certs request`"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certs:
+class Certs(Frozen):
     """The certificates that one end of a connection shows and trusts, in PEM."""
 
     name: str
@@ -56,8 +55,7 @@ class Certs:
     folder: Path
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Authority:
+class _Authority(Frozen):
     """An authority, and the time for which its new certificates hold, which never outlive it."""
 
     name: x509.Name

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from atlas_fl.errors import ConfigError, ProtocolError, one_line
+from atlas_fl.frozen import Frozen
 from atlas_fl.runtime.transport import connections, event_loop, frames
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
 from atlas_fl.runtime.transport.sessions import HereAlreadyError, Penalties, Session, Sessions
@@ -24,8 +24,7 @@ STOP_SECONDS = 2.0
 """Longest time in which a server that stops tells its clients so."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Frozen):
     """Bounds of a server's memory and time that the other ends may take."""
 
     hello_bytes: int = 64 * 2**10
