@@ -8,5 +8,5 @@ from typing import dataclass_transform
 class Frozen:
     """Base whose subclasses become frozen dataclasses of keywords."""
 
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
+    def __init_subclass__(cls, *, eq: bool = True) -> None:
+        dataclass(frozen=True, kw_only=True, eq=eq)(cls)

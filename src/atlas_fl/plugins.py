@@ -26,6 +26,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from atlas_fl.errors import AtlasError, ConfigError, check_known, replace_unprintable, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.folder_access import read_named_file
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -61,8 +62,7 @@ _PINNED = re.compile(rf"(.+)#sha256=([0-9a-f]{{{DIGITS}}})")
 EntryT = TypeVar("EntryT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(Frozen):
     """One registration."""
 
     kind: str
@@ -70,8 +70,7 @@ class Entry:
     value: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Frozen):
     """Code of a plug-in that has not run."""
 
     name: str

@@ -10,7 +10,7 @@ Messages are checked and counted before anything is computed of them (`CutMessag
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from atlas_fl.client import batching, evaluation, importance, local_training
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.errors import ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import Adapters, attach_adapters
@@ -30,8 +31,7 @@ from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode_tensors
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ServerInput:
+class ServerInput(Frozen, eq=False):
     """One model's rows at its cut, with all that a pass above it needs."""
 
     rows: Tensor
@@ -60,8 +60,7 @@ class ServerInput:
         return len(self.lengths) if self.places is None else len(self.places)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ServerOutput:
+class ServerOutput(Frozen, eq=False):
     """Result of a pass: features where the head is the client's, logits and loss where it is here."""
 
     features: Tensor

@@ -7,7 +7,7 @@ changing the label of any other client. `agreement` compares clusters with the t
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,7 @@ ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
 """Fields of a clustering that are lists in JSON; a sparse similarity is three."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Clustering:
+class Clustering(Frozen, eq=False):
     """Clusters of n clients, in the order in which their sketches came."""
 
     labels: tuple[int, ...]

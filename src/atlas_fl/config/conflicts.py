@@ -10,7 +10,7 @@ the settings.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from csv import QUOTE_NONE, DictReader
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
 from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import Mark, from_text, to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.knobs import knobs_class
 from atlas_fl.packaged import packaged_text
 from atlas_fl.plugins import registrations
@@ -123,8 +124,7 @@ ORDERS: Mapping[str, Callable[[Any, float], bool]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conflict:
+class Conflict(Frozen):
     """Up to three settings with the values that contradict each other."""
 
     values: tuple[tuple[str, str], ...]

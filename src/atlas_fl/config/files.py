@@ -8,7 +8,6 @@ import errno
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -19,6 +18,7 @@ from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import group_classes, replace_settings, settings, unknown_setting, value_of
 from atlas_fl.config.values import NONE, Mark, convert_value, describe, from_words, unwrap_optional, wrong_kind
 from atlas_fl.errors import ConfigError, check_known, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
 
@@ -54,8 +54,7 @@ def convert_texts(value: object, kind: Any) -> Any:
     return from_words(words, kind)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileFormat:
+class FileFormat(Frozen):
     """A form in which settings are written."""
 
     name: str

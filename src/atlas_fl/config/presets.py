@@ -5,7 +5,7 @@ amount is settings that fit a user's own tasks as well.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -14,14 +14,14 @@ from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import replace_settings, settings, value_of, with_values
 from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError, check_known
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_tables
 
 MIDDLE = 2
 """The amount of a dial where none is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dial:
+class Dial(Frozen):
     """A difference between the clients of a federation, at five amounts."""
 
     what: str
@@ -32,8 +32,7 @@ class Dial:
     """The settings of each amount."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
+class Preset(Frozen):
     """One recipe."""
 
     about: str

@@ -22,6 +22,7 @@ from atlas_fl.config.values import (
     wrong_kind,
 )
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.knobs import Tried, documented_fields, knobs_class
 from atlas_fl.ranges import Range
 
@@ -33,8 +34,7 @@ class Positional:
     metavar: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Frozen):
     """One setting, or an option of a command."""
 
     name: str

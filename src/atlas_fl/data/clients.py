@@ -49,8 +49,7 @@ class Concept:
         return num_labels - 1 - classes if self.flipped else classes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ClientData(Splits):
+class ClientData(Splits, eq=False):
     """Data of one client."""
 
     name: str

@@ -11,7 +11,6 @@ the test, and validation is cut from train.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from atlas_fl.data.image_sets import decode_image
 from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
 from atlas_fl.data.task import Examples, Images, Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.packaged import packaged_tables
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.files import atomic_folder
@@ -35,8 +35,7 @@ FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk fol
 GLUE_REPOSITORY = "nyu-mll/glue"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
+class Published(Frozen):
     """A data set as the hub knows it."""
 
     name: str
@@ -136,7 +135,6 @@ def _read_cache(published: Published) -> Any:
 HIDDEN = -1
 
 
-@dataclass(frozen=True, kw_only=True)
 class Format(Published):
     """Place of a data set on the hub, and its columns."""
 

@@ -1,7 +1,7 @@
 """Task, TextExamples and Images: examples, classes, metric and splits of a task."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISDIR
@@ -18,8 +18,7 @@ Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """(n, height, width, channels) uint8; one channel is grey, three are red, green and blue."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Images:
+class Images(Frozen, eq=False):
     """Images of one size with a class each."""
 
     pixels: Pixels
@@ -66,8 +65,7 @@ The number of words is no label that anybody learns; partitions deal texts out b
 """
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class Rows(Frozen, eq=False):
     """Labelled texts or pairs of texts, or texts to be written with or without a prompt."""
 
     text: tuple[str, ...]
@@ -101,8 +99,7 @@ Kind = TypeVar("Kind", Rows, Examples)
 """Texts or images: a function of either returns the kind that it gets."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
+class Splits(Frozen):
     """Examples in three splits."""
 
     train: Examples
@@ -121,7 +118,6 @@ class Splits:
         return replace(self, train=examples("train"), validation=examples("validation"), test=examples("test"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskData(Splits):
     """The three splits of a task: clean, and without a text or an image in common."""
 

@@ -4,7 +4,6 @@ Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are not merged
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -26,8 +25,7 @@ from atlas_fl.storage import checkpoint
 from atlas_fl.storage.run_folder import RunFolder
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedRun:
+class TrainedRun(Frozen, eq=False):
     """A finished run of whole models that ended in one backbone for all of its clients."""
 
     folder: Path

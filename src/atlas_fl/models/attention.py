@@ -10,7 +10,6 @@ in memory and adds gradients in no fixed order.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -39,8 +38,7 @@ class Bucket(Frozen):
     bias: Tensor | None  # (count, 1, 1, length) float32, -inf on padding; None when all have the full length
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedLayout:
+class PackedLayout(Frozen, eq=False):
     """Places of the sequences in the row, and indices that gather rows for attention."""
 
     position_ids: Tensor  # (tokens,) int64, restarting at every sequence
@@ -98,8 +96,7 @@ def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _HeadRows:
+class _HeadRows(Frozen, eq=False):
     """Places of the rows of every head: (tokens * heads) rows as a layer gives them, (slots * heads) as products need.
 
     Inside a bucket the slots are ordered (sequence, head, place), so that each product is one contiguous batch and

@@ -30,7 +30,6 @@ Where blocks H_i stand between the factors, split into heads, A is what they mak
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -143,8 +142,7 @@ class _PackedLinear(torch.autograd.Function):
         return grad_x, None, None, None, None, None, *grads
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _ClientBatch:
+class _ClientBatch(Frozen, eq=False):
     """Places of the tokens of a row in a batch (clients, longest) of its segments."""
 
     gather: Tensor  # (clients * longest,) int64, the token in every place; padding repeats a client's first

@@ -4,7 +4,7 @@ The tokens of an image are its patches. The model itself makes them of pixels, s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import TypeVar
@@ -20,8 +20,7 @@ from atlas_fl.params import Truncation
 Kind = TypeVar("Kind")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EncodedExamples:
+class EncodedExamples(Frozen, eq=False):
     """`n` tokenised examples with their labels."""
 
     ids: np.ndarray  # (tokens,) int64; of images none

@@ -1,7 +1,7 @@
 """The plan of a run as a value: what was decided for each client; saved, printed and audited."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ class ClientPlan(Frozen):
     """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Frozen, eq=False):
     """A frozen plan; `to_json` and `from_json` are inverse."""
 
     clients: tuple[ClientPlan, ...]

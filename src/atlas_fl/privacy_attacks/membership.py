@@ -18,7 +18,7 @@ nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.metrics import auroc
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, Split
 from atlas_fl.planning.planner import local_engine
@@ -50,8 +51,7 @@ GUESSED = 4
 LEAST_SHADOWS = 4
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shadows:
+class Shadows(Frozen, eq=False):
     """Shadow clients after training."""
 
     confidence: np.ndarray

@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +44,7 @@ COLUMNS = (
 empty without a record of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measures:
+class Measures(Frozen):
     """Numbers of one run, or the means over several; each but the bytes is None where a run does not say."""
 
     loss: float | None
@@ -64,7 +63,6 @@ class Measures:
     """Memory that training takes of the device of the client that needs most, as the plan predicts it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunScores(Measures):
     """Scores and costs of one finished run, as a comparison needs them."""
 

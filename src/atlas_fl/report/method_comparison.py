@@ -6,7 +6,7 @@ written: `report.comparison_tables`. Which statistic answers which question: doc
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -40,7 +40,6 @@ CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 """Default controls: the first of these that is there."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MethodRow(Measures):
     """Row of one method in a comparison, or of one value in a sweep: runs that differ in their seed."""
 
