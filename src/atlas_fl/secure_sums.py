@@ -40,6 +40,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from jaxtyping import Float64, UInt32
 
 from atlas_fl.errors import DataError, ProtocolError
+from atlas_fl.frozen import Frozen
 
 PRIME = 2**128 + 51
 """Shamir's field: the first prime that holds every secret of 16 bytes."""
@@ -67,8 +68,7 @@ Ask: TypeAlias = Callable[[str, Mapping[str, Messages]], Mapping[str, Messages]]
 """(step, by client what it is told) -> by client that answers what it says."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Terms:
+class Terms(Frozen):
     """The terms of one sum, which all who take part know before it."""
 
     clients: tuple[str, ...]
@@ -429,8 +429,7 @@ def open_sum(
     return terms.read_sum(total, len(masked))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumResult:
+class SumResult(Frozen):
     """A sum and who is in it."""
 
     total: Float64[np.ndarray, " d"]

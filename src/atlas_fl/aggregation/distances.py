@@ -7,7 +7,6 @@ factors changes nothing and no dense update is formed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import Square
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, lora_modules, shared_params
 
 AT_ONCE = 2**20
@@ -148,8 +148,7 @@ def gram_of_changes(
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diversity:
+class Diversity(Frozen):
     """Effect of one server step on the adapters; all norms are Frobenius norms over all modules."""
 
     spread_before: float

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool
@@ -12,10 +11,10 @@ from scipy.sparse import csr_array
 
 from atlas_fl.aggregation.matrices import Chosen, Groups, Square, Vector
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphOptions:
+class GraphOptions(Frozen):
     """Options of edge weights; the defaults are those of the command line."""
 
     graph: str = "similarity"
@@ -34,8 +33,7 @@ class GraphOptions:
     """Cut the edges between clusters."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Graph:
+class Graph(Frozen, eq=False):
     """Edge weights and what a user should know about them."""
 
     adjacency: Square | csr_array

@@ -14,11 +14,11 @@ with Bbar = sum_k w_k B_k and Abar = sum_k w_k A_k. The second form follows from
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import LORA_A, LORA_B, Params
 from atlas_fl.rng import torch_generator
 
@@ -28,8 +28,7 @@ INPUT_NOISE = 1e-7
 """So are those below this share of the largest summand: what cancels leaves rounding behind."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Leading:
+class Leading(Frozen, eq=False):
     """The leading singular directions of one update, split evenly: `left @ right` is the best approximation."""
 
     left: Tensor
@@ -174,8 +173,7 @@ def energy_share(thrown: Mapping[str, float], total: Mapping[str, float]) -> dic
     return {client: thrown[client] / total[client] if total[client] > 0 else 0.0 for client in thrown}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Factors:
+class Factors(Frozen, eq=False):
     """An update `b @ a` of one module, its scale in b, float64."""
 
     a: Tensor

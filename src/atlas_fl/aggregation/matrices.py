@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy.sparse import csr_array, eye_array, vstack
 
+from atlas_fl.frozen import Frozen
+
 Square: TypeAlias = Float64[np.ndarray, "n n"]
 """(n, n): rows of a mixing matrix, a graph, inner products."""
 Vector: TypeAlias = Float64[np.ndarray, " n"]
@@ -57,8 +59,7 @@ def choose_rows(chosen: Chosen, first: "Square | Rows", second: "Square | Rows")
     return Rows(distinct=distinct, of=np.where(chosen, first.of, second.of + first.distinct.shape[0]))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Federation:
+class Federation(Frozen, eq=False):
     """Clients as a rule knows them; every array follows the order of `clients`."""
 
     clients: tuple[str, ...]

@@ -11,7 +11,7 @@ memory twice, and under a mask both ends of a connection would no longer agree o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from atlas_fl.aggregation import lora_product
 from atlas_fl.aggregation.matrices import Federation, Rows, Square
 from atlas_fl.errors import ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, is_full_model
 
 
@@ -48,8 +49,7 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
     return models
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class Group(Frozen, eq=False):
     """Rows of M with the same support: their sources are stacked once."""
 
     sources: tuple[int, ...]
@@ -149,8 +149,7 @@ def mix_factor(
             yield (k,), new
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixed:
+class Mixed(Frozen):
     """Models after a server step."""
 
     by_client: dict[str, Params]
@@ -168,8 +167,7 @@ def _leads(components: Sequence[int], ranks: Mapping[int, int]) -> dict[int, int
     return {k: smallest[components[k]] for k in ranks}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mixture:
+class Mixture(Frozen, eq=False):
     """Everyone's models, by position, and the matrices that they are mixed by."""
 
     params: tuple[Params, ...]

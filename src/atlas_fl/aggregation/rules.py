@@ -5,7 +5,7 @@ examples is bounded (`aggregation.matrices.bounded_weights`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +25,7 @@ from atlas_fl.aggregation.matrices import (
 )
 from atlas_fl.aggregation.mixing import Mixed, Mixture
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, TreesByClient, is_last_layer, shared_params
 
 Matrices: TypeAlias = Callable[[str], np.ndarray | Rows]
@@ -37,8 +38,7 @@ LAST_LAYER = "last layer"
 """The granularity of rules that mix the last layer of a head otherwise than what stands below it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterGroup:
+class ParameterGroup(Frozen):
     """The parameters that one mixing matrix is for."""
 
     is_head: bool
@@ -56,8 +56,7 @@ class ParameterGroup:
         return "adapters" if self.layer is None else f"layer {self.layer}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
+class Answers(Frozen, eq=False):
     """Figures and tensors that clients have sent beside their updates, by client."""
 
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -68,8 +67,7 @@ class Answers:
     """Reports that the method asked for, by kind and client."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoundModels:
+class RoundModels(Frozen, eq=False):
     """Models, state and answers of one round, as a rule sees them."""
 
     before: ByClient
@@ -82,8 +80,7 @@ class RoundModels:
     """Metrics, scores and reports of the clients."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MixingContext:
+class MixingContext(Frozen, eq=False):
     """Input of a rule."""
 
     federation: Federation
@@ -196,8 +193,7 @@ def twice_the_rank(_rank: int) -> float:
     return 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
+class StrategyOptions(Frozen):
     """Settings that all methods see, by the names under which `config.schema` explains them; by default switched off.
 
     Settings of single methods are fields of their classes (`methods.knobs`).

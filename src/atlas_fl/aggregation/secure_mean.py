@@ -15,7 +15,6 @@ clients' noise has variance (z S)^2, and the sum is of t at least: who knows its
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import isfinite, sqrt
 from types import MappingProxyType
@@ -29,6 +28,7 @@ from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.aggregation.mixing import groups_of
 from atlas_fl.aggregation.rules import Matrices
 from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, REPORT, ByClient, Params, select, shared_params
 from atlas_fl.rng import generator, secret_skellam
 from atlas_fl.secure_sums import LEAST, SLACK, Noise, SumResult, Terms, Vector, sum_in_process
@@ -39,8 +39,7 @@ FINEST = 2000
 """Least variance of a client's noise, in units."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumGroup:
+class SumGroup(Frozen):
     """Clients whose tensors of these names are summed."""
 
     clients: tuple[str, ...]
@@ -49,8 +48,7 @@ class SumGroup:
     """`the adapters`, `the head of TASK`, or both where the same clients share them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumSettings:
+class SumSettings(Frozen):
     """Settings of all sums of a run, at the server as at its sites."""
 
     run: str
@@ -172,8 +170,7 @@ SumOf: TypeAlias = Callable[[SumSettings, SumGroup, int, int], SumResult]
 """(settings, group, numbers of a vector, round) -> the sum."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SecureMeans:
+class SecureMeans(Frozen):
     """Updates of one round as the server may know them."""
 
     updates: dict[str, Params]

@@ -4,7 +4,6 @@ D_k is added up client by client and class by class, and its program on the simp
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +12,7 @@ from atlas_fl.audit.averages import Averaging
 from atlas_fl.audit.dense import arrays, below, smallest_without_signs
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.audit.step import Step
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import is_last_layer, unflatten_by_client
 
 ENTRY = "class_features"
@@ -21,8 +21,7 @@ RIDGE = 1e-9
 """Share of the mean diagonal by which equally good weights are drawn to the shares of the examples."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Report:
+class Report(Frozen, eq=False):
     """Report of a client about its training examples."""
 
     counts: np.ndarray

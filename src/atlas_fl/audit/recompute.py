@@ -12,11 +12,11 @@ from scipy.sparse.csgraph import connected_components
 from atlas_fl.audit.dense import TOLERANCE, Parts, decompose, is_compared, is_mixed, rank_error, value
 from atlas_fl.audit.run_files import Models
 from atlas_fl.audit.step import Formula, Step, Value, weights
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, is_last_layer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Frozen):
     """One tensor, or one module's update, compared with the recomputation."""
 
     error: float

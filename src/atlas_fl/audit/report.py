@@ -1,7 +1,8 @@
 """The result of an audit as plain data: AuditReport, a row for each check of a client in a round."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from atlas_fl.frozen import Frozen
 
 
 class AuditRow(NamedTuple):
@@ -26,8 +27,7 @@ class AuditRow(NamedTuple):
         return not self.detail
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditReport:
+class AuditReport(Frozen):
     """Everything that was checked."""
 
     rows: tuple[AuditRow, ...]

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +22,7 @@ from atlas_fl.clustering.blocks import Matrix, from_plain
 from atlas_fl.config import Config, load_config, validate
 from atlas_fl.config.schema import MixingConfig
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, unflatten_by_client
 from atlas_fl.plugins import load_plugins
 from atlas_fl.storage.folder_access import is_inner_folder, list_folder, memory_bytes, read_file
@@ -37,8 +38,7 @@ PLAN_FILE = re.compile(r"plan(-\d{4,})?\.json")
 """The names that a record may give for the plan in force: of a file in the run's own folder."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AuditPlan:
+class AuditPlan(Frozen, eq=False):
     """The parts of a plan that the server's step depends on."""
 
     clients: tuple[str, ...]
@@ -81,8 +81,7 @@ class AuditPlan:
         return alpha / (rank**0.5 if self.rslora else rank)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditRecord:
+class AuditRecord(Frozen):
     """Record of one round."""
 
     participants: tuple[str, ...]
@@ -108,8 +107,7 @@ class AuditRecord:
         return frozenset(self.participants) - self.refused.keys()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Frozen):
     """A run folder."""
 
     path: Path

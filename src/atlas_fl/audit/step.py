@@ -5,7 +5,7 @@ the rule has a state, or steps from an average, what these become. How models fo
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, value, vector
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
+from atlas_fl.frozen import Frozen
 
 T = TypeVar("T")
 TOLERANCE = 1e-4, 1e-6
@@ -27,8 +28,7 @@ Value = tuple[np.ndarray, float]
 """A dense value, and the size of what went into it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class Step(Frozen, eq=False):
     """Input of a server step, or of what clients that join begin with."""
 
     run: Run

@@ -21,7 +21,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -376,8 +376,7 @@ def labels_without_structure(
     return np.zeros(num, dtype=np.int64) if mean >= settings.threshold else np.arange(num)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Frozen):
     """A way to cluster."""
 
     propose: Callable[..., Proposal]

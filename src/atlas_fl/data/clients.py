@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import repeat
@@ -16,6 +16,7 @@ from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata, stratified_
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Splits, Task, TaskData, as_texts, load_task
 from atlas_fl.errors import ConfigError, DataError, first_of
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, derive_secret, generator
 
@@ -34,8 +35,7 @@ Member = TypeVar("Member")
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Concept:
+class Concept(Frozen):
     """Labels that a client gives the examples of its task, p(y given x) where the labels are exact."""
 
     cut: float | None = None

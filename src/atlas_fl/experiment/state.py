@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import isfinite
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -103,8 +103,7 @@ class ReceivedUpdates(Frozen):
         return {name: update.reported[kind] for name, update in self.updates.items() if kind in update.reported}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerStep:
+class ServerStep(Frozen):
     """The result of the server's step of a round."""
 
     server_state: ServerState

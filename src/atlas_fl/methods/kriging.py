@@ -47,7 +47,6 @@ With weights of any sign and without the scaling this is simple kriging, the pos
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -59,6 +58,7 @@ from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, HalfGram, Rows, Square, Vector, choose_rows, identity
 from atlas_fl.clustering.blocks import MOST_EXACT, MOST_PREDICTED, blocks_of, from_blocks
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.method import Method, Report, ReportTensor, RoundStart, tensors_of
 from atlas_fl.methods.pfedgraph import INITIAL, FromStart
 from atlas_fl.params import (
@@ -188,8 +188,7 @@ def _of_members(gram: HalfGram, members: np.ndarray) -> HalfGram:
     return gram[np.ix_(both, both)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSharing:
+class MeasuredSharing(Frozen):
     """Share of its own that a client keeps of a group of parameters, and why."""
 
     client: str

@@ -17,7 +17,7 @@ settings read. A method holds its options and nothing else: all that changes is 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias, dataclass_transform
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation, Rows, choose_rows, identity
 from atlas_fl.aggregation.secure_mean import SumGroup, sum_groups
 from atlas_fl.errors import ConfigError
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, shared_params, subtree, tensors
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
@@ -39,8 +40,7 @@ def tensors_of(state: ServerState, name: str) -> dict[str, Tensor]:
     return tensors(subtree(state, name))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wait:
+class Wait(Frozen):
     """Condition for an asynchronous step across machines; clients still at work go on."""
 
     updates: int
@@ -49,8 +49,7 @@ class Wait:
     """With more than 0: at least so long, and the step is made with all updates that have arrived."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoundStart:
+class RoundStart(Frozen, eq=False):
     """The federation as a round begins."""
 
     round: int
@@ -83,8 +82,7 @@ class RoundStart:
         return self.by_client.get(kind, {})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
+class Choice(Frozen, eq=False):
     """Other models for clients to begin a round with."""
 
     server_state: ServerState
@@ -96,8 +94,7 @@ class Choice:
     """Losses that each client answered."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OwnTraining:
+class OwnTraining(Frozen, eq=False):
     """A second training of every client in the round, of a model of its own."""
 
     models: ByClient
@@ -134,8 +131,7 @@ class Report(Protocol):
         """The models after the round's steps on the first (0) or second (1) half of the examples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportTensor:
+class ReportTensor(Frozen):
     """Shape, dtype and range of one tensor of a report, by which the server checks it."""
 
     shape: tuple[int, ...]
@@ -144,16 +140,7 @@ class ReportTensor:
     most: float = 1e30
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-class FromSettings:
-    """Base of what settings make: a subclass is a dataclass without a decorator, and its annotated values are knobs."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        dataclass(frozen=True, kw_only=True)(cls)
-
-
-class Part(FromSettings):
+class Part(Frozen):
     """Tensors that travel and stay beside the models of a run; none by default."""
 
     options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions, kw_only=False)
@@ -184,8 +171,7 @@ class Part(FromSettings):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepInputs:
+class StepInputs(Frozen, eq=False):
     """Inputs of one server step."""
 
     server_state: ServerState
@@ -516,8 +502,7 @@ class Method(Part):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedMethod:
+class PublishedMethod(Frozen):
     """A method of the literature that is a rule with settings."""
 
     summary: str

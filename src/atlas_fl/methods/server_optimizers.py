@@ -17,7 +17,7 @@ they are those of A and B, which then need equal ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from atlas_fl.aggregation import lora_product, rules
 from atlas_fl.aggregation.matrices import Federation, Rows, average, cluster_labels
 from atlas_fl.errors import ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.knobs import Tried
 from atlas_fl.methods.method import Aggregated, Method, StepInputs
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, lora_modules, params_by_client, shared_params
@@ -43,8 +44,7 @@ MOMENTS = ("first", "second")
 """Entries of the server state: m and v by cohort and name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cohort:
+class Cohort(Frozen):
     """Clients that have one model, or one head."""
 
     name: str
@@ -85,8 +85,7 @@ def cohort_keys(params: Params, cohort: Cohort, options: rules.StrategyOptions) 
     return [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Values:
+class Values(Frozen):
     """Weighted sums of one value over clients, by their indices: a tensor, or a module's dense update; float64."""
 
     sent: Callable[[Mapping[int, float]], Tensor]

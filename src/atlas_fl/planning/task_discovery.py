@@ -250,7 +250,8 @@ def make_client_graph(
             previous=None if previous is None else blocks.dense(previous, places),
         )
         warnings.extend(graph.warnings)
-        return graph.adjacency
+        dense: np.ndarray = graph.adjacency
+        return dense
 
     return Graph(adjacency=blocks.by_blocks(similarity, edges), warnings=tuple(warnings))
 

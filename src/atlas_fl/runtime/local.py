@@ -8,7 +8,7 @@ memory is short. The files are unlinked, so they are gone when nothing reads the
 import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +16,7 @@ from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import DataError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.backbone import buffer_entries, tensor_views
 from atlas_fl.params import Params, is_full_model, num_bytes
 
@@ -72,8 +73,7 @@ def collect_updates(
     return [update_by_job[id(job)] for job in jobs]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalEngine:
+class LocalEngine(Frozen):
     """All clients in this process."""
 
     site: Site

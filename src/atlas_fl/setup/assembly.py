@@ -5,7 +5,7 @@ that they share. Clients that `--arrive` names wait in its `JoinQueue` until the
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources,
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, check_known
+from atlas_fl.frozen import Frozen
 from atlas_fl.models import chat_template, loading, peft_io, stock, tokenization
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
@@ -50,8 +51,7 @@ from atlas_fl.storage.files import load_or_create_secret, read_secret, secret_fi
 from atlas_fl.storage.run_folder import RunFolder
 
 
-@dataclass(frozen=True, kw_only=True)
-class Newcomer:
+class Newcomer(Frozen):
     """A client that is not in the plan yet."""
 
     client: ClientData
@@ -63,8 +63,7 @@ def _raise_error(_name: str, error: AtlasError) -> None:
     raise error
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinQueue:
+class JoinQueue(Frozen):
     """Queue of clients that join later; in a simulation from its config, and a rejection ends the run."""
 
     waiting_clients: Callable[[int], tuple[Newcomer, ...]] = lambda _: ()
@@ -90,8 +89,7 @@ HEAD_STD = 0.02
 """Deviation of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assembly:
+class Assembly(Frozen):
     """The parts of a run, before anything is planned or trained."""
 
     config: Config

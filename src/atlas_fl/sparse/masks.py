@@ -22,7 +22,6 @@ The module also compares masks, merges them, checks them against a model and rea
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -33,6 +32,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError, ModelError, check_known
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator
 from atlas_fl.storage.tensors import read_tensors
@@ -158,8 +158,7 @@ def num_kept(mask: Mask) -> int:
 Scope: TypeAlias = Literal["global", "layer"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Evidence:
+class Evidence(Frozen, eq=False):
     """Inputs of a mask strategy."""
 
     params: Params

@@ -16,6 +16,7 @@ from typing import Any
 from atlas_fl.aggregation.secure_mean import SumGroup, SumSettings, clipped_change
 from atlas_fl.client.job import Job
 from atlas_fl.errors import DataError, ProtocolError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import HEAD, REPORT, SHARE, Params, digest, select, shared_params
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.protocol.messages import read, read_packed, write_packed
@@ -26,8 +27,7 @@ SUM = "sum"
 """The action of a step, and the kind of its messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumStep:
+class SumStep(Frozen):
     """A step of the sum of a group, as the server asks a site for it."""
 
     step: str

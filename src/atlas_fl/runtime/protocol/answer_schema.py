@@ -9,7 +9,7 @@ of a second model, which meet none, here.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 
@@ -21,6 +21,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.metrics import CHANCE, FURTHER_METRICS
 from atlas_fl.errors import ProtocolError, first_of, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
@@ -37,8 +38,7 @@ LARGEST_SUM = 1e30
 _ROUNDING = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(Frozen):
     """The values that a metric can have, with some room for rounding."""
 
     least: float = 0.0
@@ -82,8 +82,7 @@ ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE, "exact_match
 """Scores only where clients write text, and only in a round that asks for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnsweredRequest:
+class AnsweredRequest(Frozen):
     """The job that an answer is to, as the server knows it."""
 
     action: str
@@ -94,8 +93,7 @@ class AnsweredRequest:
     """Blocks of the backbone; None where models are whole, which are measured by weight."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpectedAnswer:
+class ExpectedAnswer(Frozen):
     """Metrics, examples and tensors of the answer to one job."""
 
     metrics: Ranges = field(default_factory=dict)

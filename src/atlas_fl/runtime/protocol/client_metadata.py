@@ -17,6 +17,7 @@ from atlas_fl.config.values import Form
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranges import Range
@@ -48,8 +49,7 @@ Length: TypeAlias = tuple[
 """(tokens, tokens to be predicted, examples that have so many); with those of rejected answers that are learned"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskLabels:
+class TaskLabels(Frozen):
     """The labels that all clients of one task must have in common."""
 
     num_labels: Annotated[int, Range(least=0, most=10**4)]

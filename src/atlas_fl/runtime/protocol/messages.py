@@ -7,7 +7,7 @@ does not know.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from itertools import accumulate
 from operator import gt
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -18,6 +18,7 @@ from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
 from atlas_fl.config.values import Form, convert_value, describe, unwrap_optional
 from atlas_fl.errors import ProtocolError, short_repr
+from atlas_fl.frozen import Frozen
 from atlas_fl.params import PRIVATE, REPORT, Params, flatten_by_client, unflatten_by_client
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.ranges import Range
@@ -41,8 +42,7 @@ REMEDIES: Mapping[str, str] = {
 NO_PLUGINS = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identity:
+class Identity(Frozen):
     """The properties that both ends must have in common."""
 
     version: str
@@ -81,8 +81,7 @@ SENT = "sent/"
 """Prefix of the names of a job's tensors beside its model (`Job.sent`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutInfo:
+class CutInfo(Frozen):
     """The facts that a client is told of its cut beside `Cut`."""
 
     places: tuple[int, ...]
@@ -93,8 +92,7 @@ class CutInfo:
     """Digest of the frozen tensors that it must hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivateRef:
+class PrivateRef(Frozen):
     """The name of the part of a client's model that stays at the client."""
 
     sha256: Sha256 | None
@@ -157,8 +155,7 @@ def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[
     return {key: tensor for key, tensor in tensors.items() if not key.startswith(SENT)}, read_trees(SENT, tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerHead:
+class AnswerHead(Frozen):
     """Head of an answer: all but its tensors and the number of its job."""
 
     examples: Count

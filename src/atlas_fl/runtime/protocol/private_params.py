@@ -11,7 +11,7 @@ has not written. Its user alone can open the folder.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
+from atlas_fl.frozen import Frozen
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, SHARE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
@@ -31,8 +32,7 @@ NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
 _FILE = re.compile(rf"[0-9a-f]{{64}}\.safetensors|{re.escape(MARK)}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Owner:
+class Owner(Frozen):
     """The client and the run whose private parts lie in a folder."""
 
     client: str
@@ -103,8 +103,7 @@ def _strange(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not _is_own(path))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PrivateParamStore:
+class PrivateParamStore(Frozen, eq=False):
     """The private parts of one client's model, by digest."""
 
     folder: Path
