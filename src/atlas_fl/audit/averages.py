@@ -203,25 +203,23 @@ class MeanWithVariances(Mean):
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """b_k from the means of what clients have reported, as they were recorded in the round that asked for them."""
         told = {name: float(value) for name, value in below(step.told, "means/").items()}
-        if step.state or not told:
+        if step.state or told.keys() != {"half_length", "agreement", "length", "squares"}:
             return arrays(step.state)
         there, examples = step.there(range(step.num_clients)), np.array(step.plan.examples)
         start, shares = step.before[step.plan.clients[0]], np.array(step.shares(there))
-        trained = [step.trained[step.plan.clients[k]] for k in there]
-        moved = [
-            (
-                np.tensordot(shares, np.stack([numbers(model[key]) for model in trained]), 1) - numbers(start[key])
-            ).ravel()
-            for key in start
-            if not key.startswith(HEAD) and key != PRIVATE
-        ]
+        moved = []
+        for key in [key for key in start if not key.startswith(HEAD) and key != PRIVATE]:
+            trained = np.stack([numbers(step.trained[step.plan.clients[k]][key]) for k in there])
+            moved.append((np.tensordot(shares, trained, 1) - numbers(start[key])).ravel())
         whole, own = float(np.square(np.concatenate(moved)).mean()), told["squares"]
-        between = told["length"] * told["agreement"] / told["half_length"]
-        across = (whole - own * told["length"]) / (1 - own)
-        variance = max(0.0, between - across)
-        noise = max(0.0, told["length"] - across - variance) * examples.mean() / examples
-        kept = variance / np.maximum(variance + noise, 1e-300)
-        parts = {f"{SHARE}/{client}/{SHARE}": part for client, part in zip(step.plan.clients, kept, strict=True)}
+        kept = np.zeros(step.num_clients)
+        if told["half_length"] > 0 and own < 1:
+            between = told["length"] * told["agreement"] / told["half_length"]
+            across = (whole - own * told["length"]) / (1 - own)
+            variance = max(0.0, between - across)
+            noise = max(0.0, told["length"] - across - variance) * examples.mean() / examples
+            kept = variance / np.maximum(variance + noise, 1e-300)
+        parts = {f"{SHARE}/{one}/{SHARE}": np.array(part) for one, part in zip(step.plan.clients, kept, strict=True)}
         return {**{f"means/{name}": np.array(value) for name, value in told.items()}, **parts}
 
 

@@ -7,7 +7,7 @@ simulation.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any, TypeAlias, get_args
 
 import numpy as np
@@ -75,7 +75,6 @@ def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
     return TaskLabels(**{field.name: getattr(task, field.name) for field in fields(TaskLabels)})
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClientMetadata(TaskLabels):
     """The server's knowledge of one client's data, each number in the range that a registration may have.
 
