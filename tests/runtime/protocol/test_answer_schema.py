@@ -13,6 +13,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.fedpac import summarize
 from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import RULES
+from atlas_fl.methods.shrinkage import NUMBERS
 from atlas_fl.params import flatten_by_client
 from atlas_fl.runtime.protocol.answer_schema import (
     CORRELATIONS,
@@ -87,6 +88,8 @@ def reported(report: str) -> dict[str, dict[str, torch.Tensor]]:
         return {report: flatten_by_client({"first": MODEL, "second": MODEL})}
     if report == "weight_gradients":
         return {report: {"q": torch.ones(4, 5)}}
+    if report == "variances":
+        return {report: {name: torch.tensor(0.5) for name in NUMBERS}}
     features = torch.arange(20.0).reshape(5, 4)
     return {} if report == "none" else {report: dict(summarize(features, LABELS, num_labels=3))}
 
