@@ -131,6 +131,7 @@ class ClientManager:
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
+        del tensors
         return await self._next_message(client)
 
     async def _next_message(self, client: ClientProxy) -> Message:

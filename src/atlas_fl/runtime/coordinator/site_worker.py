@@ -95,6 +95,8 @@ class SiteClient:
     """By place, such as ` on test`, what stands beside a score there: the score of no training."""
     sums: SumSite | None = None
     """Sends trained models into secure sums alone; None where the settings have none."""
+    _came: Params = field(default_factory=dict)
+    """The tensors of the newest message until they are read: no message is held while its job is done."""
     _registrations: int = 0
     """Times in a row that the server asked it to register."""
 
@@ -108,22 +110,24 @@ class SiteClient:
 
     def work(self, head: Head, tensors: Params) -> Params:
         """Do what this message of the server asks, and the next ones; the final model, as `run`."""
+        self._came = tensors
+        del tensors
         while head.get("kind") != "done":
             if head.get("kind") == "register":
-                head, tensors = self._register()
+                head, self._came = self._register()
             elif head.get("kind") == "job":
                 try:
-                    head, tensors = self.link.exchange(*self._run_job(head, tensors))
+                    head, self._came = self.link.exchange(*self._run_job(head))
                 except JobCancelledError as cancelled:
-                    head, tensors = cancelled.message
+                    head, self._came = cancelled.message
             elif head.get("kind") == SUM and self.sums is not None:
-                head, tensors = self.link.exchange(*self._take_step(self.sums, head, tensors))
+                head, self._came = self.link.exchange(*self._take_step(self.sums, head, self._came))
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
         self.policy.check_private(head)
-        model = self.receiver.read_final_model(head, tensors)
+        model = self.receiver.read_final_model(head, self._came)
         if model:
             own = self.receiver.own_model(model)
             self.policy.check_final_model(model, own=own)
@@ -146,13 +150,14 @@ class SiteClient:
         self.on_event(PhaseStarted("waiting for the server and its other sites"))
         return self.link.exchange({"kind": "register", **self.registration})
 
-    def _run_job(self, head: Head, params: Params) -> Message:
+    def _run_job(self, head: Head) -> Message:
         number = head.get("number")
         closing_messages: Payloads = {}
         self.policy.check_job(head)
         self._registrations = 0
         try:
-            action, job, cut_info = self.receiver.job(head, params, client=self.name)
+            action, job, cut_info = self.receiver.job(head, self._came, client=self.name)
+            self._came = {}
             if type(number) is not int or (job.cut is None) is not (cut_info is None):
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""

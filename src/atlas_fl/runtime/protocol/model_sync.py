@@ -93,6 +93,8 @@ class Sender:
         if job.kept:
             head["kept"] = [[kind, private_digest(tree)] for kind, tree in job.kept.items()]
         sent = {kind: params for kind, params in job.sent.items() if kind not in beside}
+        if action == "train":
+            self.held.pop("trained", None)  # the other end drops it too
         return head, {**tensors, **messages.write_trees(messages.SENT, sent)}
 
     def update(self, action: str, head: Head, tensors: Params, *, job: Job) -> Update:
@@ -204,6 +206,8 @@ class Receiver:
         model, sent = messages.read_sent(tensors)
         params = self._model(head, model)
         action, job, cut_info = messages.read_job(head, params, client=client)
+        if action == "train":
+            self.held.pop("trained", None)  # before another one comes into memory
         kept: dict[str, Params] = {}
         if self.store is not None:
             reference = messages.read_private(head)

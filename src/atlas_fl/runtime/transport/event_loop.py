@@ -2,7 +2,7 @@
 
 Freed memory stays with the process (`keep_freed_memory`). glibc gives large freed blocks back at once, and a stream of
 frames of some megabytes then spends most of its computing on fresh pages: on a virtual machine half the time of an
-exchange of 8 MB (`benchmarks/exchange.py`).
+exchange of 8 MB (`benchmarks/exchange.py`). Larger blocks go back, or whole models would take a third more memory.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from atlas_fl.events import Note, OnEvent, Progress, ignore
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-KEPT_BYTES = 256 * 2**20
-"""Most that a process keeps at the end of each of its heaps."""
+KEPT_BYTES = 32 * 2**20
+"""Most that a process keeps at the end of each of its heaps, and least of a block that goes back at once."""
 
 
 def keep_freed_memory() -> bool:

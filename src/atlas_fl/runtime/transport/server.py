@@ -211,7 +211,9 @@ class Server:
     async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
         while (request := await visit.frame(limit=self._sessions.limit)) is not None:
             self._sessions.check_listed(session.name, certificate)
-            await visit.write(await self._sessions.handle(session, request))
+            answering = self._sessions.handle(session, request)
+            del request  # no message is held while its answer is worked out, which may be the next job
+            await visit.write(await answering)
 
     async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, frames.Frame]:
         """Enter as `Sessions.enter` does, once it is known whether a session of this name lives."""

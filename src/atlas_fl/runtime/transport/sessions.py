@@ -263,6 +263,7 @@ class Sessions:
     async def handle(self, session: Session, payload: bytes | bytearray) -> Frame:
         """The answer to a request of this session, worked out once however often it is sent."""
         head, tensors = decode_frame(payload, limit=self.limit)
+        del payload
         number, body = head.get("sequence"), head.get("body")
         if type(number) is not int or not isinstance(body, dict):
             raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
@@ -278,12 +279,15 @@ class Sessions:
             session.task = asyncio.create_task(self._work(session.name, number, body, tensors))
         elif number != session.sequence or session.task is None:
             raise ProtocolError(f"request {number} follows request {session.sequence}; allowed: it again, or the next")
+        del tensors
         # Shielded: a stream that is cut cancels whoever waits here, and the work must go on.
         return await asyncio.shield(session.task)
 
     async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> Frame:
         try:
-            head, answer_tensors = await self.answer(name, body, tensors)
+            answering = self.answer(name, body, tensors)
+            del tensors
+            head, answer_tensors = await answering
             return make_frame({"sequence": number, "body": head}, answer_tensors, limit=max(FRAME_LIMIT, self.limit))
         except ProtocolError as error:
             self.refuse(name, error.logged)
