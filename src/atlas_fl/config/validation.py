@@ -108,10 +108,10 @@ def _check_names(config: schema.Config) -> None:
 
     method = methods.method_class(config)
     if config.needs_sums and method.not_a_sum:
-        flag = "--secure" if config.mixing.secure else "--dp client"
+        flag, nearest = ("--dp client", "") if config.training.dp == "client" else ("--secure", "shrinkage, ")
         raise ConfigError(
             f"--strategy {config.mixing.strategy} {method.not_a_sum}, and {flag} is for sums alone; take"
-            f" --strategy fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave {flag} out"
+            f" --strategy {nearest}fedit, ffa, rolora, fedsa, ditto or mr_mtl, or leave {flag} out"
         )
     methods.knob_values(config)
     for place, name, known in _registries(config):
