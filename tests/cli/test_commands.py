@@ -118,7 +118,11 @@ def test_ctrl_c_that_falls_into_a_destructor_still_ends_the_command(atlas, monke
         return 0
 
     monkeypatch.setattr("atlas_fl.cli.doctor.demo", working)
-    said = atlas("demo")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        said = atlas("demo")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (said.code, said.err) == (130, "atlas: stopped; a run goes on where it was with the same command\n")
 
 
