@@ -216,9 +216,9 @@ class LocalTrainer:
     def __init__(self, job: Job, site: Site) -> None:
         options: TrainOptions = job.options
         self.job, self.options = job, options
-        # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self._second = second_of(options, site)
         start, companion = begin_training(job, site)
+        # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self.params = self._leaves_of(start, site)
         self.gate = self._leaves_of(job.kept.get("gate", {}), site)
         self._companion = {key: tensor.to(site.backbone.device) for key, tensor in companion.items()}
