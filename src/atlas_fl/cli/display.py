@@ -1,13 +1,9 @@
 """Progress on the terminal while a run goes on: bars for phase and rounds, a line for each round; labels of runs."""
 
-import os
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from threading import Timer
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -54,16 +50,6 @@ def show(items: Iterable[RenderableType]) -> None:
 @contextmanager
 def going_on(how: str) -> Iterator[None]:
     """Message of Ctrl-C inside of it, and of a full disk: the run goes on where it was, and how."""
-    before = sys.unraisablehook
-
-    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
-        """Python drops what a destructor or a callback of a weak reference raises, Ctrl-C too."""
-        if ignored.exc_type is KeyboardInterrupt:
-            Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            before(ignored)
-
-    sys.unraisablehook = send_again
     try:
         yield
     except KeyboardInterrupt:
@@ -71,8 +57,6 @@ def going_on(how: str) -> Iterator[None]:
     except OSError as error:
         error.add_note(how)
         raise
-    finally:
-        sys.unraisablehook = before
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 import errno
 import gc
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from threading import Timer
 
 from atlas_fl.cli import options
 from atlas_fl.cli.arguments import ALIASES, Command, Words, last_value, parse, split, table, wrap_lines
@@ -71,7 +74,8 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     silence_libraries()
     try:
-        code = _dispatch(words)
+        with _resending_interrupts():
+            code = _dispatch(words)
         sys.stdout.flush()
     except AtlasError as error:
         return _fail(str(error), USER_ERROR)
@@ -92,6 +96,24 @@ def main(words: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # a help page was printed
         return int(stop.code or 0)
     return code
+
+
+@contextmanager
+def _resending_interrupts() -> Iterator[None]:
+    """Send Ctrl-C again where a destructor or a callback of a weak reference raises it, which Python drops."""
+    before = sys.unraisablehook
+
+    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
+        if ignored.exc_type is KeyboardInterrupt:
+            Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(ignored)
+
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def page() -> str:
